@@ -1,0 +1,106 @@
+"""What a worker asks of an engine. Knows neither torch nor the mesh; both engines and the tests meet here.
+
+All methods but the constructor run on one thread, the worker's engine thread.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake_mesh.kv.layout import KvLayout
+from mooncake_proto.serving import Sampling, TokenLogprob
+
+TokenArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The loaded model as the mesh sees it. ``fingerprint`` covers weights' origin, config and tokenizer."""
+
+    name: str
+    fingerprint: str
+    layout: KvLayout
+    vocab_size: int
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """How to draw the next token of one sequence.
+
+    ``position`` counts the tokens drawn before (the sampler's counter, so that a moved request draws the same tokens).
+    ``history`` are prompt and drawn tokens so far, for the penalties; its last ``position`` tokens were drawn.
+    ``banned`` token ids cannot be drawn (the stop tokens while ``min_new_tokens`` is not reached).
+    """
+
+    sampling: Sampling
+    position: int
+    history: TokenArray
+    banned: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChunk:
+    """``tokens`` at positions ``start`` onwards of a sequence whose KV lies in arena blocks ``blocks``.
+
+    Positions below ``start`` are already valid there. ``sample`` is set on the last chunk only. ``sequence`` names the job
+    and is never used for another one: engines key what they remember of a sequence by it, since blocks are reused.
+    """
+
+    sequence: str
+    tokens: TokenArray
+    start: int
+    blocks: Sequence[int]
+    sample: SampleRequest | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSlot:
+    """One sequence in a decode step: ``token`` is fed at ``position``; KV of all earlier positions is valid in ``blocks``.
+
+    ``sequence`` as in :class:`PrefillChunk`.
+    """
+
+    sequence: str
+    token: int
+    position: int
+    blocks: Sequence[int]
+    sample: SampleRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A drawn token and, where asked for, its log-probabilities."""
+
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+class Engine(Protocol):
+    """A model that computes on the pages of an arena."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def bind(self, arena: memoryview) -> None:
+        """Use *arena* (``n_blocks * layout.block_bytes`` writable bytes) as page memory from now on.
+
+        Called at start, and again with another arena after the node's messenger restarted. The engine keeps a view of it.
+        """
+
+    def unbind(self) -> None:
+        """Drop every view of the arena, so that its mapping can be closed."""
+
+    def prefill(self, chunk: PrefillChunk, on_layer: Callable[[int], None]) -> Drawn | None:
+        """Compute one chunk; write its K and V into the pages.
+
+        *on_layer(layer)* is called on this thread as soon as that layer's K and V of the whole chunk are in the arena and
+        will not change; it may raise to stop the forward (the exception passes through). Returns the drawn token when
+        ``chunk.sample`` is set.
+        """
+
+    def decode(self, batch: Sequence[DecodeSlot]) -> list[Drawn]:
+        """One step for every slot, in order: write the K and V of each slot's token, draw its next token."""
