@@ -1,0 +1,1 @@
+"""The wire contract of mooncake-mesh: what travels over its ZeroMQ sockets, and nothing else."""

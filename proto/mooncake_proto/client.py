@@ -1,0 +1,77 @@
+"""ZeroMQ clients ↔ gateway: the SDK's conversation.
+
+A client sends Generate with a message id of its own and gets any number of GenerationDelta, then exactly one
+GenerationEnd or Failure, all with that id in ``re``. The request itself is the JSON object that the HTTP
+endpoint of the same name takes, so one validation serves both doors.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from mooncake_proto.codec import message
+
+
+class Operation(enum.Enum):
+    CHAT = "chat"
+    COMPLETION = "completion"
+
+
+@message("client.generate")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate:
+    """``request`` is a JSON object as POST /v1/chat/completions or /v1/completions takes it."""
+
+    operation: Operation
+    request: bytes
+
+
+@message("client.cancel")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Cancel the Generate that was sent with message id ``target``. Answered by Ok; an unknown id is fine."""
+
+    target: str
+
+
+@message("client.delta")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDelta:
+    """One OpenAI stream chunk, as JSON."""
+
+    chunk: bytes
+
+
+@message("client.end")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationEnd:
+    """The whole answer as the endpoint returns it without streaming, as JSON."""
+
+    response: bytes
+
+
+@message("client.models_query")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsQuery:
+    """Answered by Models."""
+
+
+@message("client.models")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """The JSON body of GET /v1/models."""
+
+    response: bytes
+
+
+@message("client.health_query")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthQuery:
+    """Answered by HealthReport."""
+
+
+@message("client.health_report")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthReport:
+    live: bool
+    ready: bool
+    reasons: tuple[str, ...]

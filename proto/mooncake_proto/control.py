@@ -1,0 +1,186 @@
+"""Membership, health and errors: every process ↔ conductor, and the answers that any socket gives.
+
+A process registers, then beats. The acknowledgement of a beat says whether the conductor still knows the incarnation; if
+not (the conductor restarted), the process registers again. The conductor publishes ClusterState on its PUB socket,
+on every change and once a second, so that everybody learns of deaths and restarts.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from mooncake_proto.codec import message
+from mooncake_proto.ids import Incarnation, InstanceId, NodeId
+
+
+class Role(enum.Enum):
+    """Kinds of process."""
+
+    GATEWAY = "gateway"
+    CONDUCTOR = "conductor"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MESSENGER = "messenger"
+
+
+class Health(enum.Enum):
+    """State of a member's lease: see mesh/peers.py."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """What two instances must agree on before KV may travel between them."""
+
+    name: str
+    fingerprint: str
+    dtype: str
+    block_tokens: int
+    block_bytes: int
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One process of the mesh. ``endpoint`` is its ROUTER; ``model`` is absent on gateways and messengers."""
+
+    role: Role
+    instance_id: InstanceId
+    node_id: NodeId
+    incarnation: Incarnation
+    endpoint: str
+    model: ModelCard | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What an instance reports with each beat; fields that do not apply to a role stay 0."""
+
+    queued_jobs: int = 0
+    queued_tokens: int = 0
+    running_jobs: int = 0
+    running_tokens: int = 0
+    step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    transferred_bytes: int = 0
+    transports: str = ""
+    draining: bool = False
+
+
+@message("control.register")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    """Process → conductor. Answered by Registered, or by Failure when the member does not fit the mesh."""
+
+    member: Member
+
+
+@message("control.registered")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    conductor: Incarnation
+    heartbeat_s: float
+    publish_endpoint: str
+
+
+@message("control.heartbeat")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """Process → conductor. Answered by HeartbeatAck."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    load: Load
+
+
+@message("control.heartbeat_ack")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatAck:
+    """``known`` is false when the conductor does not hold this incarnation: register again."""
+
+    conductor: Incarnation
+    known: bool
+
+
+@message("control.goodbye")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye:
+    """Process → conductor, one-way: an orderly stop."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberState:
+    member: Member
+    health: Health
+    load: Load
+    last_beat_s: float
+
+
+@message("control.cluster_state")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterState:
+    """Conductor → everybody, on its PUB socket. ``revision`` grows with every change of membership."""
+
+    conductor: Incarnation
+    revision: int
+    members: tuple[MemberState, ...]
+
+
+@message("control.status_query")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusQuery:
+    """Anybody → conductor. Answered by StatusReport."""
+
+
+@message("control.status_report")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusReport:
+    """``healthy``: at least one prefill and one decode instance, each with an alive messenger on its node, and a gateway."""
+
+    cluster: ClusterState
+    healthy: bool
+    reasons: tuple[str, ...]
+    indexed_blocks: dict[str, int]
+    placed_total: int
+    rejected_total: int
+    uptime_s: float
+
+
+@message("control.ping")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """Anybody → any ROUTER. Answered by Pong."""
+
+
+@message("control.pong")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pong:
+    role: Role
+    instance_id: InstanceId
+    incarnation: Incarnation
+
+
+@message("control.failure")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The error reply of every call. ``path`` names the bad field where there is one."""
+
+    code: str
+    message: str
+    retryable: bool = False
+    path: str = ""
+    retry_after_s: float | None = None
+
+
+@message("control.ok")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ok:
+    """The empty answer of a call that has nothing to say."""

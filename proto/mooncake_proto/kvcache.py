@@ -1,0 +1,54 @@
+"""Which node holds which block: messenger → conductor.
+
+Events of one messenger incarnation are numbered from 1 without gaps. The conductor answers each batch with the number it
+expects next; on a gap, or for a new incarnation, it asks for a snapshot (``resync``). What it holds is a hint for
+placement, never a promise.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from mooncake_proto.codec import message
+from mooncake_proto.ids import Incarnation, NodeId
+
+
+class KvChange(enum.Enum):
+    STORED = "stored"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEvent:
+    """One change; ``key`` is the block key in hex."""
+
+    change: KvChange
+    key: str
+
+
+@message("kvcache.events")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEvents:
+    """Events numbered ``first_seq`` onwards. Answered by KvEventsAck."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    first_seq: int
+    events: tuple[KvEvent, ...]
+
+
+@message("kvcache.snapshot")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSnapshot:
+    """All keys held after event ``seq``. Replaces what the conductor knew of the node. Answered by KvEventsAck."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    seq: int
+    keys: bytes
+
+
+@message("kvcache.events_ack")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEventsAck:
+    next_seq: int
+    resync: bool

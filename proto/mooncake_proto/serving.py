@@ -1,0 +1,219 @@
+"""One request: gateway ↔ conductor ↔ workers.
+
+::
+
+    gateway → conductor   Schedule            answered by Placement or Rejected
+    gateway → decode      DecodeJob           answered by Ok or Failure
+    gateway → prefill     PrefillJob          answered by Ok or Failure
+    prefill → gateway     FirstToken          one-way, on the gateway's stream ROUTER
+    prefill → decode      PrefillDone         one-way
+    decode  → gateway     TokenBatch          one-way, one per decode iteration and gateway
+    either  → gateway     JobFailed           one-way; the job is over at the sender
+    gateway → either      CancelJob           answered by Ok once nothing of the job is left there
+
+Token ids travel as little-endian int32, block keys as concatenated 16-byte hashes.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from mooncake_proto.codec import message
+from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId
+
+
+class FinishReason(enum.Enum):
+    """Why a choice ended, in OpenAI's words. ``cancelled`` never reaches an HTTP client."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a token is drawn from its logits.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and the three penalties' neutral values switch
+    a rule off. ``top_logprobs`` None reports no logprobs, 0 only that of the drawn token.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    top_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping:
+    """When generation ends. ``stop_token_ids`` holds the end-of-sequence ids too, unless the caller ignores them."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Natural-log probability of a drawn token, and the most likely ones beside it."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRef:
+    """Where a placed job goes. A worker refuses a job that names another incarnation than its own."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    endpoint: str
+    node_id: NodeId
+    messenger_endpoint: str
+
+
+@message("serving.schedule")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """``avoid`` names instances that just failed this request."""
+
+    job_id: JobId
+    model: str
+    prompt_tokens: int
+    max_new_tokens: int
+    keys: bytes
+    avoid: tuple[InstanceId, ...] = ()
+
+
+@message("serving.placement")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """``fetch_from`` is the messenger endpoint of the node to copy the prefix from, empty for the local arena only.
+
+    All block counts are hints: who acts on them finds out what is really there.
+    """
+
+    job_id: JobId
+    prefill: WorkerRef
+    decode: WorkerRef
+    local_prefix_blocks: int
+    fetch_from: str = ""
+    fetch_prefix_blocks: int = 0
+    ttft_est_s: float = 0.0
+    tbt_est_s: float = 0.0
+
+
+@message("serving.rejected")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """``reason`` is machine-readable. ``unavailable``: nobody could serve (503); otherwise contended (429)."""
+
+    job_id: JobId
+    reason: str
+    unavailable: bool
+    retry_after_s: float
+
+
+@message("serving.prefill_job")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillJob:
+    """Compute the KV of ``tokens``, stream it to the decode node, draw one token.
+
+    ``drawn_tokens`` says how many of the last ``tokens`` were drawn by the model before a re-placement: the sampler's
+    counter goes on from there.
+    """
+
+    job_id: JobId
+    transfer_id: TransferId
+    incarnation: Incarnation
+    tokens: bytes
+    keys: bytes
+    sampling: Sampling
+    stopping: Stopping
+    drawn_tokens: int
+    stream_endpoint: str
+    decode: WorkerRef
+    deadline_s: float
+    fetch_from: str = ""
+    fetch_prefix_blocks: int = 0
+
+
+@message("serving.decode_job")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeJob:
+    """Expect the KV of ``tokens`` under ``transfer_id``, then decode. ``key_root`` continues the chain of block keys."""
+
+    job_id: JobId
+    transfer_id: TransferId
+    incarnation: Incarnation
+    tokens: bytes
+    keys: bytes
+    key_root: bytes
+    sampling: Sampling
+    stopping: Stopping
+    drawn_tokens: int
+    stream_endpoint: str
+    deadline_s: float
+
+
+@message("serving.first_token")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """``cached_tokens``: prompt tokens whose KV was found in the pool and not computed."""
+
+    job_id: JobId
+    token: int
+    cached_tokens: int
+    prefill_s: float
+    queue_s: float
+    logprob: TokenLogprob | None = None
+    finish: FinishReason | None = None
+
+
+@message("serving.prefill_done")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillDone:
+    """The first token, for the decode worker. The KV itself is announced by the messenger."""
+
+    job_id: JobId
+    token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEntry:
+    job_id: JobId
+    token: int
+    logprob: TokenLogprob | None = None
+    finish: FinishReason | None = None
+
+
+@message("serving.token_batch")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    instance_id: InstanceId
+    entries: tuple[TokenEntry, ...]
+
+
+@message("serving.job_failed")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFailed:
+    job_id: JobId
+    instance_id: InstanceId
+    code: str
+    message: str
+    retryable: bool
+
+
+@message("serving.cancel_job")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelJob:
+    job_id: JobId
+    reason: str = ""

@@ -1,0 +1,269 @@
+"""Blocks and slices: workers ↔ their node's messenger, and messenger ↔ messenger.
+
+A worker first connects to the messenger's Unix socket (Attach tells its path), which hands it the arena's file descriptor
+and, by staying open, proves that the worker is alive: when it closes, everything the worker held is released.
+
+Moving KV, sender A and receiver B::
+
+    decode  → B   Acquire(landing)     reserves the blocks the KV will land in; answered by Acquired
+    prefill → A   StartSend            A asks B for the plan: OpenTransfer, answered by TransferPlan
+    prefill → A   SliceReady           one-way, after the forward that wrote the slice has finished
+            A → B SliceOffer | a TCP frame    B copies (shm) or receives (tcp) into its own arena and acknowledges
+    decode  → B   AwaitLanding         answered when every planned slice has landed, or by Failure
+    prefill → A   FinishSend           answered when every slice is acknowledged, or by Failure
+
+An arena is written only by processes of its own node: a sender never writes into another node's memory, so revoking a
+transfer needs nobody's consent but the receiver's. Plans are explicit: (logical block → arena block, generation).
+"""
+
+from dataclasses import dataclass
+
+from mooncake_proto.codec import message
+from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId
+
+
+@message("transfer.attach")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attach:
+    """Worker or peer messenger → messenger. Answered by ArenaInfo; refused when block sizes differ."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    block_bytes: int
+
+
+@message("transfer.arena_info")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaInfo:
+    """``socket_path`` hands out the arena's descriptor to processes of the same host (``host_id``)."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    host_id: str
+    socket_path: str
+    block_bytes: int
+    n_blocks: int
+
+
+@message("transfer.acquire")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acquire:
+    """Blocks for one job: sealed ones under the longest known prefix of ``keys``, fresh ones for the rest.
+
+    ``n_blocks`` counts all of them. At most ``max_cached_blocks`` come from the pool (the last prompt token is always
+    computed). With ``fetch_from`` the messenger first tries to copy missing prefix blocks from that messenger. With
+    ``landing`` set, the fresh blocks below ``landing_blocks`` are opened for that transfer.
+    Answered by Acquired, or by Failure ``no_free_blocks`` (retryable).
+    """
+
+    job_id: JobId
+    instance_id: InstanceId
+    incarnation: Incarnation
+    keys: bytes
+    n_blocks: int
+    max_cached_blocks: int
+    fetch_from: str = ""
+    fetch_blocks: int = 0
+    landing: TransferId | None = None
+    landing_blocks: int = 0
+
+
+@message("transfer.acquired")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acquired:
+    """``blocks`` in logical order; the first ``cached_blocks`` hold valid KV already.
+
+    ``fetched_blocks`` of those were copied from another node for this job.
+    """
+
+    job_id: JobId
+    blocks: tuple[int, ...]
+    cached_blocks: int
+    fetched_blocks: int = 0
+
+
+@message("transfer.grow")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grow:
+    """One more block for each job in ``jobs``. Answered by Grown."""
+
+    jobs: tuple[JobId, ...]
+
+
+@message("transfer.grown")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grown:
+    """Job → new block; a job that is missing here got none (pool exhausted)."""
+
+    blocks: dict[str, int]
+
+
+@message("transfer.seal")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """One-way, worker → messenger: blocks ``first_block`` onwards of the job are whole; they become shared under ``keys``."""
+
+    job_id: JobId
+    first_block: int
+    keys: bytes
+
+
+@message("transfer.release")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """The job is over at this worker and writes no more. Aborts its transfers. Answered by Ok; an unknown job is fine."""
+
+    job_id: JobId
+
+
+@message("transfer.start_send")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSend:
+    """Prefill worker → its messenger, one-way: slices of ``job_id`` will go to the messenger at ``target``."""
+
+    job_id: JobId
+    transfer_id: TransferId
+    target: str
+    n_blocks: int
+    deadline_s: float
+
+
+@message("transfer.slice_ready")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceReady:
+    """Layer ``layer`` of logical blocks ``first_block`` .. ``first_block + n_blocks - 1`` is written and will not change."""
+
+    transfer_id: TransferId
+    layer: int
+    n_layers: int
+    first_block: int
+    n_blocks: int
+
+
+@message("transfer.finish_send")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishSend:
+    """Answered by SendReport when all announced slices are acknowledged, by Failure when the transfer failed."""
+
+    transfer_id: TransferId
+
+
+@message("transfer.send_report")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReport:
+    """``overlapped_bytes`` were acknowledged before FinishSend came, that is while prefill still computed."""
+
+    transfer_id: TransferId
+    transport: str
+    sent_bytes: int
+    overlapped_bytes: int
+    skipped_blocks: int
+    elapsed_s: float
+
+
+@message("transfer.await_landing")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwaitLanding:
+    """Answered by Landed or by Failure."""
+
+    transfer_id: TransferId
+
+
+@message("transfer.landed")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landed:
+    transfer_id: TransferId
+    received_bytes: int
+    first_slice_s: float
+    last_slice_s: float
+
+
+@message("transfer.open")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenTransfer:
+    """Sender's messenger → receiver's. Waits for the landing to be reserved. Answered by TransferPlan or Failure."""
+
+    transfer_id: TransferId
+    source: ArenaInfo
+    source_endpoint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Logical block → block of the receiver's arena, with the generation that the right to write it is bound to."""
+
+    logical: int
+    block: int
+    generation: int
+
+
+@message("transfer.plan")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferPlan:
+    """``transport`` is what the receiver chose: shm when it has mapped the source's arena, else tcp."""
+
+    transfer_id: TransferId
+    transport: str
+    tcp_host: str
+    tcp_port: int
+    token: str
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedSlice:
+    """``n_layers`` layers from ``layer`` on of one logical block, in the sender's arena block ``source_block``."""
+
+    logical: int
+    layer: int
+    n_layers: int
+    source_block: int
+    checksum: int
+
+
+@message("transfer.slice_offer")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceOffer:
+    """Sender's messenger → receiver's (shm): copy these. Answered by SliceAck or Failure."""
+
+    transfer_id: TransferId
+    slices: tuple[OfferedSlice, ...]
+
+
+@message("transfer.slice_ack")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceAck:
+    transfer_id: TransferId
+    slices: int
+
+
+@message("transfer.abort")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortTransfer:
+    """Messenger → messenger: this end has given up. Answered by Ok after the last write has ended."""
+
+    transfer_id: TransferId
+    reason: str
+
+
+@message("transfer.push_blocks")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushBlocks:
+    """Messenger → the messenger that holds a prefix: send the sealed blocks ``keys`` into transfer ``transfer_id`` of ours.
+
+    Logical block i of the transfer is the block under the i-th key. Answered by Pushing.
+    """
+
+    transfer_id: TransferId
+    target: str
+    keys: bytes
+    deadline_s: float
+
+
+@message("transfer.pushing")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushing:
+    """How many blocks, from the first key on, the holder really has and now sends."""
+
+    transfer_id: TransferId
+    n_blocks: int

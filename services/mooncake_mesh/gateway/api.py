@@ -1,0 +1,63 @@
+"""The seam inside the gateway: doors (HTTP, SDK) above, the mesh below."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from mooncake_proto.control import ModelCard
+from mooncake_proto.ids import RequestId
+from mooncake_proto.serving import FinishReason, Sampling, Stopping, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRequest:
+    """One choice of one client request, tokenised: the unit the mesh runs.
+
+    ``request_id`` is unique for each choice. ``cache_salt`` and ``tenant`` enter the root of the block keys.
+    """
+
+    request_id: RequestId
+    model: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    stopping: Stopping
+    deadline_s: float
+    tenant: str = ""
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """One drawn token. The last event of a stream has ``finish`` set; a drawn stop token is reported too, in ``token``.
+
+    ``cached_tokens`` is set on the first event: prompt tokens found in the pool.
+    """
+
+    token: int
+    logprob: TokenLogprob | None = None
+    finish: FinishReason | None = None
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readiness:
+    """``ready`` when at least one prefill and one decode instance can serve; else ``reasons`` says what is missing."""
+
+    ready: bool
+    reasons: tuple[str, ...]
+
+
+class Mesh(Protocol):
+    """What the doors ask of the mesh."""
+
+    def models(self) -> tuple[ModelCard, ...]:
+        """Models that somebody serves now; empty while no worker is registered."""
+
+    def readiness(self) -> Readiness: ...
+
+    def generate(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Tokens of one choice as they are drawn.
+
+        Ends after the event with ``finish``; or raises a RequestError (Rejected, Aborted, DeadlineExceeded …) or MeshError.
+        Closing the generator early (``aclose``, or cancellation of the consuming task) cancels the request everywhere.
+        """
