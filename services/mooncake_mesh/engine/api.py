@@ -46,8 +46,8 @@ class SampleRequest:
 class PrefillChunk:
     """``tokens`` at positions ``start`` onwards of a sequence whose KV lies in arena blocks ``blocks``.
 
-    Positions below ``start`` are already valid there. ``sample`` is set on the last chunk only. ``sequence`` names the job
-    and is never used for another one: engines key what they remember of a sequence by it, since blocks are reused.
+    Positions below ``start`` are already valid there. ``sample`` is set on the last chunk only. ``sequence`` names the
+    job and is never used for another one: engines key what they remember of it by this name, since blocks are reused.
     """
 
     sequence: str
@@ -59,9 +59,9 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSlot:
-    """One sequence in a decode step: ``token`` is fed at ``position``; KV of all earlier positions is valid in ``blocks``.
+    """One sequence in a decode step: ``token`` is fed at ``position``.
 
-    ``sequence`` as in :class:`PrefillChunk`.
+    KV of all earlier positions is valid in ``blocks``. ``sequence`` is as in :class:`PrefillChunk`.
     """
 
     sequence: str
@@ -88,7 +88,7 @@ class Engine(Protocol):
     def bind(self, arena: memoryview) -> None:
         """Use *arena* (``n_blocks * layout.block_bytes`` writable bytes) as page memory from now on.
 
-        Called at start, and again with another arena after the node's messenger restarted. The engine keeps a view of it.
+        Called at start, and again with another arena after the node's messenger restarted. The engine keeps a view.
         """
 
     def unbind(self) -> None:
@@ -97,9 +97,9 @@ class Engine(Protocol):
     def prefill(self, chunk: PrefillChunk, on_layer: Callable[[int], None]) -> Drawn | None:
         """Compute one chunk; write its K and V into the pages.
 
-        *on_layer(layer)* is called on this thread as soon as that layer's K and V of the whole chunk are in the arena and
-        will not change; it may raise to stop the forward (the exception passes through). Returns the drawn token when
-        ``chunk.sample`` is set.
+        *on_layer(layer)* is called on this thread as soon as that layer's K and V of the whole chunk are in the arena
+        and will not change; it may raise to stop the forward (the exception passes through). Returns the drawn token
+        when ``chunk.sample`` is set.
         """
 
     def decode(self, batch: Sequence[DecodeSlot]) -> list[Drawn]:
