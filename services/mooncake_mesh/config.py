@@ -1,0 +1,327 @@
+"""What can be configured: one frozen dataclass for each role, valid once built.
+
+Each is built once, in ``__main__``, by :mod:`mooncake_mesh.cli.settings` (which also reads the help texts below) and
+passed down. A wrong value raises ``ValueError("field: what is allowed")``; the loader turns it into a ConfigError with
+the dotted path. Fields that repeat between roles are repeated here: a role's class is the whole truth about the role.
+
+Until there are keys (CURVE), an address that other machines reach is bound only where ``allow_insecure_bind`` says so.
+"""
+
+import enum
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Final
+
+from mooncake_mesh.config_checks import above_zero, at_least, bound, connected, ids, listening, whole_blocks, words
+from mooncake_mesh.kv.layout import KvDtype
+
+MiB: Final = 1 << 20
+GiB: Final = 1 << 30
+
+
+class LogLevel(enum.Enum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(enum.Enum):
+    CONSOLE = "console"
+    JSON = "json"
+
+
+class EngineKind(enum.Enum):
+    """Who computes: a real model, or the fake engine (deterministic tokens, configurable delays, no torch)."""
+
+    TRANSFORMERS = "transformers"
+    FAKE = "fake"
+
+
+class FakeOutput(enum.Enum):
+    """What the fake engine says: tokens that depend on the KV it reads, or the bytes of a fixed UTF-8 text."""
+
+    HASH = "hash"
+    UTF8 = "utf8"
+
+
+class TransportKind(enum.Enum):
+    """How KV leaves a node. ``auto`` takes shared memory between processes of one host, else TCP."""
+
+    AUTO = "auto"
+    SHM = "shm"
+    TCP = "tcp"
+
+
+class ChecksumKind(enum.Enum):
+    XXH3 = "xxh3"
+    NONE = "none"
+
+
+def default_run_dir() -> Path:
+    """Folder of this user's sockets: ``$XDG_RUNTIME_DIR/mooncake``, or one in the folder for temporary files."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "mooncake" if runtime else Path(tempfile.gettempdir()) / f"mooncake-{os.getuid()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeConfig:
+    """The fake engine: its delays and the shape of its KVCache. Read only where ``engine`` is ``fake``."""
+
+    prefill_s_base: Annotated[float, "seconds that each prefill chunk takes at least"] = 0.0
+    prefill_s_per_token: Annotated[float, "seconds for each token of a prefill chunk"] = 0.0
+    decode_s_base: Annotated[float, "seconds that each decode step takes at least"] = 0.0
+    decode_s_per_slot: Annotated[float, "seconds for each sequence in a decode step"] = 0.0
+    output: Annotated[FakeOutput, "hash: tokens depend on the KV read; utf8: the bytes of a text"] = FakeOutput.HASH
+    layers: Annotated[int, "layers of the KVCache"] = 2
+    kv_heads: Annotated[int, "key and value heads of the KVCache"] = 2
+    head_dim: Annotated[int, "elements of each head"] = 8
+
+    def __post_init__(self) -> None:
+        at_least(self, 0.0, "prefill_s_base", "prefill_s_per_token", "decode_s_base", "decode_s_per_slot")
+        at_least(self, 1, "layers", "kv_heads", "head_dim")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConductorConfig:
+    """The scheduler: its sockets, when it believes a member dead, and the objectives it schedules for."""
+
+    instance_id: Annotated[str, "name of this process in the mesh"] = "conductor"
+    node_id: Annotated[str, "node this process runs on"] = "local"
+    bind: Annotated[str, "endpoint that members and gateways call"] = "tcp://127.0.0.1:7700"
+    publish: Annotated[str, "endpoint that cluster states are published on"] = "tcp://127.0.0.1:7701"
+    heartbeat_s: Annotated[float, "how often members report"] = 0.5
+    suspect_after_s: Annotated[float, "silence after which a member gets no new work"] = 1.5
+    dead_after_s: Annotated[float, "silence after which a member counts as dead"] = 3.0
+    ttft_slo_s: Annotated[float, "objective for the time to first token"] = 30.0
+    tbt_slo_s: Annotated[float, "objective for the time between tokens (mean of the longest 10 %)"] = 0.5
+    index_max_blocks: Annotated[int, "block keys the prefix index holds at most"] = 4_000_000
+    allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
+    log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
+    log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
+
+    def __post_init__(self) -> None:
+        ids(self, "instance_id", "node_id")
+        bound(self, "bind", "publish")
+        above_zero(self, "heartbeat_s", "suspect_after_s", "dead_after_s", "ttft_slo_s", "tbt_slo_s")
+        at_least(self, 1, "index_max_blocks")
+        if self.suspect_after_s <= self.heartbeat_s:
+            raise ValueError(f"suspect_after_s: must be above heartbeat_s ({self.heartbeat_s})")
+        if self.dead_after_s <= self.suspect_after_s:
+            raise ValueError(f"dead_after_s: must be above suspect_after_s ({self.suspect_after_s})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """The door: HTTP for OpenAI clients, a ROUTER for the SDK, and a ROUTER where workers deliver tokens."""
+
+    instance_id: Annotated[str, "name of this process in the mesh"] = "gateway0"
+    node_id: Annotated[str, "node this process runs on"] = "local"
+    host: Annotated[str, "address of the HTTP server"] = "127.0.0.1"
+    port: Annotated[int, "port of the HTTP server; 0 takes a free one"] = 8000
+    bind: Annotated[str, "endpoint for ZeroMQ SDK clients"] = "tcp://127.0.0.1:7710"
+    stream_bind: Annotated[str, "endpoint that workers send tokens to"] = "tcp://127.0.0.1:7711"
+    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    engine: Annotated[EngineKind, "engine of the workers; decides the tokenizer"] = EngineKind.TRANSFORMERS
+    model: Annotated[str, "model whose tokenizer and chat template to use: a name, folder or hub id"] = "smollm2-135m"
+    served_model_name: Annotated[str | None, "name that clients use for the model; the model itself otherwise"] = None
+    request_deadline_s: Annotated[float, "longest life of a request"] = 600.0
+    max_concurrent_requests: Annotated[int, "requests in flight; more are answered 429"] = 1024
+    max_body_bytes: Annotated[int, "longest request body"] = 8 * MiB
+    max_replacements: Annotated[int, "how often a request is placed anew after its workers were lost"] = 3
+    allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
+    log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
+    log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
+
+    def __post_init__(self) -> None:
+        ids(self, "instance_id", "node_id")
+        words(self, "model")
+        listening(self, host="host", port="port")
+        bound(self, "bind", "stream_bind")
+        connected(self, "conductor")
+        above_zero(self, "request_deadline_s")
+        at_least(self, 1, "max_concurrent_requests", "max_body_bytes")
+        at_least(self, 0, "max_replacements")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessengerConfig:
+    """The keeper of a node's KVCache: its arena and how KV comes and goes."""
+
+    instance_id: Annotated[str, "name of this process in the mesh"] = "messenger0"
+    node_id: Annotated[str, "node whose arena this is"] = "node0"
+    bind: Annotated[str, "endpoint that workers and other messengers call"] = "tcp://127.0.0.1:7720"
+    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    run_dir: Annotated[Path, "folder for the Unix socket that hands out the arena"] = field(
+        default_factory=default_run_dir
+    )
+    arena_bytes: Annotated[int, "memory for KVCache blocks"] = 1 * GiB
+    transport: Annotated[TransportKind, "shm, tcp, or auto: shm on one host, else tcp"] = TransportKind.AUTO
+    data_host: Annotated[str, "address of the TCP transport"] = "127.0.0.1"
+    data_port: Annotated[int, "port of the TCP transport; 0 takes a free one"] = 0
+    tcp_connections: Annotated[int, "TCP connections to each other node"] = 2
+    checksum: Annotated[ChecksumKind, "checksum of every slice: xxh3 or none"] = ChecksumKind.XXH3
+    allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
+    log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
+    log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
+
+    def __post_init__(self) -> None:
+        ids(self, "instance_id", "node_id")
+        listening(self, host="data_host", port="data_port")
+        bound(self, "bind")
+        connected(self, "conductor")
+        at_least(self, 1 * MiB, "arena_bytes")
+        at_least(self, 1, "tcp_connections")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig:
+    """A prefill instance: its model, and how it cuts prompts."""
+
+    instance_id: Annotated[str, "name of this process in the mesh"] = "prefill0"
+    node_id: Annotated[str, "node this process runs on, that of its messenger"] = "node0"
+    bind: Annotated[str, "endpoint that gateways send jobs to"] = "tcp://127.0.0.1:7730"
+    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    messenger: Annotated[str, "endpoint of the node's messenger"] = "tcp://127.0.0.1:7720"
+    engine: Annotated[EngineKind, "transformers, or fake for tests and load"] = EngineKind.TRANSFORMERS
+    model: Annotated[str, "a known name, a local folder or a hub id"] = "smollm2-135m"
+    dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
+    device: Annotated[str, "torch device"] = "cpu"
+    threads: Annotated[int, "threads for the model's maths"] = 1
+    block_tokens: Annotated[int, "tokens of a KVCache block; equal in the whole mesh"] = 16
+    chunk_tokens: Annotated[int, "prompt tokens of one forward, whole blocks; 0 takes a prompt in one go"] = 512
+    max_queued_jobs: Annotated[int, "jobs that may wait; more are refused"] = 256
+    fake: FakeConfig = FakeConfig()
+    allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
+    log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
+    log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
+
+    def __post_init__(self) -> None:
+        ids(self, "instance_id", "node_id")
+        words(self, "model", "device")
+        bound(self, "bind")
+        connected(self, "conductor", "messenger")
+        at_least(self, 1, "threads", "block_tokens", "max_queued_jobs")
+        whole_blocks(self.chunk_tokens, self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """A decode instance: its model, and how many sequences it steps at once."""
+
+    instance_id: Annotated[str, "name of this process in the mesh"] = "decode0"
+    node_id: Annotated[str, "node this process runs on, that of its messenger"] = "node0"
+    bind: Annotated[str, "endpoint that gateways send jobs to"] = "tcp://127.0.0.1:7740"
+    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    messenger: Annotated[str, "endpoint of the node's messenger"] = "tcp://127.0.0.1:7720"
+    engine: Annotated[EngineKind, "transformers, or fake for tests and load"] = EngineKind.TRANSFORMERS
+    model: Annotated[str, "a known name, a local folder or a hub id"] = "smollm2-135m"
+    dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
+    device: Annotated[str, "torch device"] = "cpu"
+    threads: Annotated[int, "threads for the model's maths"] = 1
+    block_tokens: Annotated[int, "tokens of a KVCache block; equal in the whole mesh"] = 16
+    max_batch: Annotated[int, "sequences in one decode step"] = 64
+    max_waiting_jobs: Annotated[int, "jobs that may wait for KV or for a place; more are refused"] = 256
+    fake: FakeConfig = FakeConfig()
+    allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
+    log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
+    log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
+
+    def __post_init__(self) -> None:
+        ids(self, "instance_id", "node_id")
+        words(self, "model", "device")
+        bound(self, "bind")
+        connected(self, "conductor", "messenger")
+        at_least(self, 1, "threads", "block_tokens", "max_batch", "max_waiting_jobs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpConfig:
+    """``mooncake up``: a whole mesh on this machine, prefill instances on node0 and decode instances on node1."""
+
+    host: Annotated[str, "address of the HTTP server"] = "127.0.0.1"
+    port: Annotated[int, "port of the HTTP server; 0 takes a free one"] = 8000
+    engine: Annotated[EngineKind, "transformers, or fake for tests and load"] = EngineKind.TRANSFORMERS
+    model: Annotated[str, "a known name, a local folder or a hub id"] = "smollm2-135m"
+    dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
+    threads: Annotated[int, "threads for the maths of each instance"] = 1
+    block_tokens: Annotated[int, "tokens of a KVCache block"] = 16
+    chunk_tokens: Annotated[int, "prompt tokens of one forward, whole blocks; 0 takes a prompt in one go"] = 512
+    prefill: Annotated[int, "prefill instances"] = 1
+    decode: Annotated[int, "decode instances"] = 1
+    arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
+    transport: Annotated[TransportKind, "how KV moves between the nodes: auto, shm or tcp"] = TransportKind.AUTO
+    run_dir: Annotated[Path | None, "folder for sockets; a fresh one otherwise, removed at the end"] = None
+    log_dir: Annotated[Path | None, "folder for one log file of each process; all go to stderr otherwise"] = None
+    fake: FakeConfig = FakeConfig()
+    allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
+    log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
+    log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
+
+    def __post_init__(self) -> None:
+        words(self, "model")
+        listening(self, host="host", port="port")
+        at_least(self, 1, "threads", "block_tokens", "prefill", "decode")
+        at_least(self, 1 * MiB, "arena_bytes")
+        whole_blocks(self.chunk_tokens, self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusConfig:
+    """``mooncake status``: what to ask, and how to show it."""
+
+    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    timeout_s: Annotated[float, "how long to wait for its answer"] = 3.0
+    watch_s: Annotated[float | None, "ask again this often, until interrupted"] = None
+    json: Annotated[bool, "print the report as one JSON object"] = False
+
+    def __post_init__(self) -> None:
+        connected(self, "conductor")
+        above_zero(self, "timeout_s")
+        if self.watch_s is not None:
+            above_zero(self, "watch_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig:
+    """``mooncake chat``: a conversation in the terminal."""
+
+    gateway: Annotated[str, "endpoint of the gateway for SDK clients"] = "tcp://127.0.0.1:7710"
+    model: Annotated[str | None, "model to talk to; the one that is served otherwise"] = None
+    system: Annotated[str | None, "system prompt"] = None
+    temperature: Annotated[float | None, "0 takes the likeliest token; the server's default otherwise"] = None
+    max_tokens: Annotated[int, "longest answer"] = 512
+    seed: Annotated[int | None, "makes answers repeatable"] = None
+
+    def __post_init__(self) -> None:
+        connected(self, "gateway")
+        at_least(self, 1, "max_tokens")
+        if self.temperature is not None:
+            at_least(self, 0.0, "temperature")
+
+
+RoleConfig = (
+    ConductorConfig
+    | GatewayConfig
+    | MessengerConfig
+    | PrefillConfig
+    | DecodeConfig
+    | UpConfig
+    | StatusConfig
+    | ChatConfig
+)
+"""Every class that has a table of its own in a configuration file."""
+
+SECTIONS: Final[dict[str, type[RoleConfig]]] = {
+    "gateway": GatewayConfig,
+    "conductor": ConductorConfig,
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+    "messenger": MessengerConfig,
+    "up": UpConfig,
+    "status": StatusConfig,
+    "chat": ChatConfig,
+}
+"""Table name, environment prefix (in capitals) and sub-command → class."""

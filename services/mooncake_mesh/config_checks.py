@@ -1,0 +1,111 @@
+"""Checks that the classes of :mod:`mooncake_mesh.config` share.
+
+Each looks at the named fields of a configuration and raises ``ValueError("field: what is allowed")``.
+"""
+
+import ipaddress
+import math
+import os
+import re
+from typing import Final
+
+IPC_PATH_LIMIT_BYTES: Final = 107
+"""Longest path of a Unix socket: sockaddr_un holds 108 bytes with the closing zero."""
+
+_TCP: Final = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:\[\]/]+):(?P<port>\d{1,5})")
+_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def at_least(config: object, least: float, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value >= least):
+            raise ValueError(f"{name}: must be at least {least}, got {value}")
+
+
+def above_zero(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name}: must be above 0, got {value}")
+
+
+def ids(config: object, *names: str) -> None:
+    """Names of processes and nodes; they become parts of paths and of log lines."""
+    for name in names:
+        value = getattr(config, name)
+        if not _ID.fullmatch(value):
+            raise ValueError(f"{name}: must be up to 64 letters, digits, dots, dashes or underscores, got {value!r}")
+
+
+def words(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not value or not value.isprintable() or value != value.strip():
+            raise ValueError(f"{name}: must not be empty or hold control characters or outer spaces, got {value!r}")
+
+
+def whole_blocks(chunk_tokens: int, block_tokens: int) -> None:
+    if chunk_tokens < 0 or chunk_tokens % block_tokens:
+        raise ValueError(f"chunk_tokens: must be 0 or a multiple of block_tokens ({block_tokens}), got {chunk_tokens}")
+
+
+def connected(config: object, *names: str) -> None:
+    """Each field is an endpoint to connect to."""
+    for name in names:
+        _tcp_host(name, getattr(config, name), least_port=1)
+
+
+def bound(config: object, *names: str) -> None:
+    """Each field is an endpoint to bind; the system picks the port where it is 0."""
+    for name in names:
+        host = _tcp_host(name, getattr(config, name), least_port=0)
+        if host is not None:
+            _protected(config, name, host)
+
+
+def listening(config: object, *, host: str, port: str) -> None:
+    """The two fields are where a TCP server listens."""
+    if not 0 <= getattr(config, port) <= 65535:
+        raise ValueError(f"{port}: must lie in 0..65535, got {getattr(config, port)}")
+    _protected(config, host, getattr(config, host))
+
+
+def socket_path(name: str, path: str) -> None:
+    """*path* can be that of a Unix socket."""
+    size = len(os.fsencode(path))
+    if not size:
+        raise ValueError(f"{name}: ipc:// needs a path")
+    if size > IPC_PATH_LIMIT_BYTES:
+        raise ValueError(
+            f"{name}: the path of a socket has at most {IPC_PATH_LIMIT_BYTES} bytes, this one has {size}: {path}"
+        )
+
+
+def _tcp_host(name: str, endpoint: str, *, least_port: int) -> str | None:
+    """Host of a tcp endpoint, None for an ipc one."""
+    if endpoint.startswith("ipc://"):
+        socket_path(name, endpoint.removeprefix("ipc://"))
+        return None
+    match = _TCP.fullmatch(endpoint)
+    if match is None or not least_port <= int(match["port"]) <= 65535:
+        raise ValueError(f"{name}: must be tcp://HOST:PORT or ipc://PATH, got {endpoint!r}")
+    return match["host"].strip("[]")
+
+
+def _protected(config: object, name: str, host: str) -> None:
+    if not _is_loopback(host) and not getattr(config, "allow_insecure_bind"):  # noqa: B009 - the configs share no base
+        raise ValueError(
+            f"{name}: {host!r} may be reached from other machines, and keys (CURVE) for that are not there yet: "
+            f"use 127.0.0.1 or ipc://, or set allow_insecure_bind"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches *host*. Other names count as reachable: nobody knows what they resolve to."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
