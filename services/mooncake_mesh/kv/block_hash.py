@@ -1,9 +1,10 @@
 """Block keys: equal on every process and machine, for ever, as long as RECIPE stays what it is.
 
-``key_0 = H(root ‖ block_0)``, ``key_i = H(key_{i-1} ‖ block_i)``: equal keys mean equal whole prefixes. H is SHA-256 cut to 16
-bytes (the index holds no tokens to compare, so 64 bits would not do); a block is its tokens as little-endian int32. The
-root covers everything that makes two caches of the same tokens differ, each part length-prefixed so that no two lists of
-parts can collide. Python's own ``hash`` differs per process and is never used.
+``key_0 = H(root ‖ block_0)``, ``key_i = H(key_{i-1} ‖ block_i)``: equal keys mean equal whole prefixes. H is SHA-256
+cut to 16 bytes (the index holds no tokens to compare, so 64 bits would not do); a block is its tokens as
+little-endian int32. The root covers everything that makes two caches of the same tokens differ, each part
+length-prefixed so that no two lists of parts can collide. Python's own ``hash`` differs per process and is never
+used.
 """
 
 import hashlib
@@ -18,7 +19,9 @@ RECIPE: Final = "mooncake-mesh/block/1"
 _TOKEN_BYTES: Final = 4
 
 
-def key_root(*, fingerprint: str, dtype: str, block_tokens: int, block_bytes: int, tenant: str, cache_salt: str) -> BlockKey:
+def key_root(
+    *, fingerprint: str, dtype: str, block_tokens: int, block_bytes: int, tenant: str, cache_salt: str
+) -> BlockKey:
     """Root of the chain: one namespace of keys. ``fingerprint`` names the model, its revision and its tokenizer."""
     digest = hashlib.sha256()
     for part in (RECIPE, fingerprint, dtype, str(block_tokens), str(block_bytes), tenant, cache_salt):

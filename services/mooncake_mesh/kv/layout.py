@@ -1,7 +1,7 @@
 """Shape of the KVCache of one model: how a block lies in memory.
 
-A block holds ``block_tokens`` consecutive tokens of all layers as ``[layer][K, V][token][kv_head][head_dim]`` in C order,
-so that one layer of one block (a slice) is contiguous and layer-wise streaming needs no gather.
+A block holds ``block_tokens`` consecutive tokens of all layers as ``[layer][K, V][token][kv_head][head_dim]`` in C
+order, so that one layer of one block (a slice) is contiguous and layer-wise streaming needs no gather.
 """
 
 import enum

@@ -1,0 +1,213 @@
+"""The block pool against a naive model that recounts everything at each step."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from mooncake_mesh.errors import InvalidTransition
+from mooncake_mesh.kv.block_pool import BlockPool, BlockState, Duplicate, NoRoom, Renewal, Sealed
+from mooncake_proto.ids import BlockId, BlockKey
+from mooncake_proto.kvcache import KvChange
+
+N_BLOCKS = 6
+KEYS = [BlockKey(bytes([i]) * 16) for i in range(5)]
+
+holders = st.sampled_from(["job-a", "job-b", "send-c", "send-d"])
+keys = st.sampled_from(KEYS)
+blocks = st.integers(0, N_BLOCKS - 1).map(BlockId)
+leases = st.none() | st.integers(1, 12).map(float)
+
+
+@dataclass
+class Naive:
+    """What a block is, by itself; who holds it is looked up in ``held``, never counted."""
+
+    key: dict[BlockId, BlockKey] = field(default_factory=dict)
+    owner: dict[BlockId, str] = field(default_factory=dict)
+    writes: dict[BlockId, int] = field(default_factory=dict)
+    given_up: dict[BlockId, int] = field(default_factory=dict)
+    held: dict[str, list[BlockId]] = field(default_factory=dict)
+    lease: dict[str, float] = field(default_factory=dict)
+    generation: dict[BlockId, int] = field(default_factory=dict)
+    index: set[BlockKey] = field(default_factory=set)
+    ticks: int = 0
+
+    def referenced(self, block: BlockId) -> bool:
+        return any(block in mine for mine in self.held.values())
+
+    def free(self) -> list[BlockId]:
+        used = set(self.key) | set(self.owner) | {b for b, n in self.writes.items() if n}
+        return [BlockId(b) for b in range(N_BLOCKS) if b not in used]
+
+    def victims(self) -> list[BlockId]:
+        return sorted((b for b in self.key if not self.referenced(b)), key=lambda b: self.given_up[b])
+
+    def release(self, holder: str) -> None:
+        self.lease.pop(holder, None)
+        for block in reversed(self.held.pop(holder, [])):
+            self.ticks += 1
+            self.given_up[block] = self.ticks
+            if block in self.owner:
+                del self.owner[block]
+                self.generation[block] += 1
+
+
+class PoolMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(N_BLOCKS)
+        self.model = Naive(generation=dict.fromkeys(map(BlockId, range(N_BLOCKS)), 0))
+        self.now_s = 0.0
+
+    # --- legal and illegal moves alike: the model says which it is ----------------------------------------------------
+
+    @rule(holder=holders, n=st.integers(0, N_BLOCKS + 1), lease=leases)
+    def reserve(self, holder: str, n: int, lease: float | None) -> None:
+        free, victims = self.model.free(), self.model.victims()
+        got = self.pool.reserve(holder, n, lease_until_s=None if lease is None else self.now_s + lease)
+        if n > len(free) + len(victims):
+            assert got == NoRoom(wanted_blocks=n, available_blocks=len(free) + len(victims))
+            return
+        assert isinstance(got, list)
+        assert len(set(got)) == n
+        evicted = victims[: max(0, n - len(free))]
+        assert set(got) <= set(free) | set(evicted)
+        assert got[len(got) - len(evicted) :] == evicted, "victims are taken in the policy's order"
+        for block in evicted:
+            del self.model.key[block]
+            self.model.generation[block] += 1
+        for block in got:
+            self.model.owner[block] = holder
+            self.model.generation[block] += 1
+            self.model.held.setdefault(holder, []).append(block)
+        self._lease(holder, lease)
+
+    @rule(holder=holders, wanted=st.lists(keys, max_size=4), lease=leases)
+    def match_and_hold(self, holder: str, wanted: list[BlockKey], lease: float | None) -> None:
+        by_key = {key: block for block, key in self.model.key.items()}
+        expected = []
+        for key in wanted:
+            if key not in by_key:
+                break
+            expected.append(by_key[key])
+        matched = self.pool.match(wanted)
+        assert matched == expected
+        self.pool.hold(holder, matched, lease_until_s=None if lease is None else self.now_s + lease)
+        for block in matched:
+            if block not in self.model.held.get(holder, []):
+                self.model.held.setdefault(holder, []).append(block)
+        self._lease(holder, lease)
+
+    @rule(holder=holders, block=blocks)
+    def hold_one(self, holder: str, block: BlockId) -> None:
+        if block not in self.model.key:
+            with pytest.raises(InvalidTransition):
+                self.pool.hold(holder, [*self.model.key, block])
+            return
+        self.pool.hold(holder, [block])
+        if block not in self.model.held.get(holder, []):
+            self.model.held.setdefault(holder, []).append(block)
+
+    @rule(holder=holders, block=blocks, key=keys)
+    def seal(self, holder: str, block: BlockId, key: BlockKey) -> None:
+        if self.model.owner.get(block) != holder or self.model.writes.get(block):
+            with pytest.raises(InvalidTransition):
+                self.pool.seal(holder, block, key)
+            return
+        outcome = self.pool.seal(holder, block, key)
+        other = next((b for b, k in self.model.key.items() if k == key), None)
+        if other is not None:
+            assert outcome == Duplicate(block=block, other=other)
+            return
+        assert outcome == Sealed(block=block)
+        self.model.key[block] = key
+        del self.model.owner[block]
+
+    @rule(holder=holders, key=keys)
+    def seal_own(self, holder: str, key: BlockKey) -> None:
+        """The common case, so that chains really form."""
+        mine = [b for b, owner in self.model.owner.items() if owner == holder and not self.model.writes.get(b)]
+        if mine:
+            self.seal(holder, mine[0], key)
+
+    @rule(holder=holders)
+    def release(self, holder: str) -> None:
+        self.pool.release(holder)
+        self.model.release(holder)
+
+    @rule(holder=holders, lease=st.integers(1, 12).map(float))
+    def renew(self, holder: str, lease: float) -> None:
+        outcome = self.pool.renew(holder, self.now_s + lease)
+        assert outcome is (Renewal.RENEWED if holder in self.model.held else Renewal.LAPSED)
+        self._lease(holder, lease)
+
+    @rule(passed_s=st.integers(0, 6).map(float))
+    def expire(self, passed_s: float) -> None:
+        self.now_s += passed_s
+        over = sorted((until_s, h) for h, until_s in self.model.lease.items() if until_s <= self.now_s)
+        assert self.pool.expire(self.now_s) == [holder for _, holder in over]
+        for _, holder in over:
+            self.model.release(holder)
+
+    @rule(block=blocks)
+    def begin_write(self, block: BlockId) -> None:
+        if block not in self.model.owner:
+            with pytest.raises(InvalidTransition):
+                self.pool.begin_write(block)
+            return
+        self.pool.begin_write(block)
+        self.model.writes[block] = self.model.writes.get(block, 0) + 1
+
+    @rule(block=blocks)
+    def end_write(self, block: BlockId) -> None:
+        if not self.model.writes.get(block):
+            with pytest.raises(InvalidTransition):
+                self.pool.end_write(block)
+            return
+        self.pool.end_write(block)
+        self.model.writes[block] -= 1
+
+    def _lease(self, holder: str, lease: float | None) -> None:
+        if lease is not None and self.model.held.get(holder):
+            self.model.lease[holder] = self.now_s + lease
+
+    # --- what always holds --------------------------------------------------------------------------------------------
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.pool.check_invariants()
+        assert self.pool.free_blocks == len(self.model.free())
+        assert self.pool.sealed_blocks == len(self.model.key)
+        assert self.pool.evictable_blocks == len(self.model.victims())
+        assert set(self.pool.keys()) == set(self.model.key.values())
+        for holder in ("job-a", "job-b", "send-c", "send-d"):
+            assert self.pool.blocks_of(holder) == self.model.held.get(holder, [])
+
+    @invariant()
+    def every_block_is_what_the_model_says(self) -> None:
+        free = self.model.free()
+        for block, generation in self.model.generation.items():
+            state = self.pool.state(block)
+            assert self.pool.generation(block) == generation
+            assert (state is BlockState.FREE) == (block in free)
+            assert (state is BlockState.RESERVED) == (block in self.model.owner)
+            assert (state is BlockState.SEALED) == (block in self.model.key)
+            assert self.pool.may_write(block, generation) == (block in self.model.owner)
+            assert not self.pool.may_write(block, generation - 1)
+
+    @invariant()
+    def events_rebuild_the_keys(self) -> None:
+        for event in self.pool.drain_events():
+            if event.change is KvChange.STORED:
+                assert event.key not in self.model.index
+                self.model.index.add(event.key)
+            else:
+                self.model.index.remove(event.key)
+        assert self.model.index == set(self.pool.keys())
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(deadline=None)
