@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 
 from mooncake_proto.codec import message
-from mooncake_proto.ids import Incarnation, InstanceId, NodeId
+from mooncake_proto.ids import Incarnation, InstanceId, MessageId, NodeId
 
 
 class Role(enum.Enum):
@@ -184,3 +184,11 @@ class Failure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ok:
     """The empty answer of a call that has nothing to say."""
+
+
+@message("control.cancel_call")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelCall:
+    """One-way: the caller no longer waits for the reply to its message ``target``."""
+
+    target: MessageId

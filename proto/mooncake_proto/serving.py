@@ -128,7 +128,7 @@ class PrefillJob:
     """Compute the KV of ``tokens``, stream it to the decode node, draw one token.
 
     ``drawn_tokens`` says how many of the last ``tokens`` were drawn by the model before a re-placement: the sampler's
-    counter goes on from there.
+    counter goes on from there. Without ``decode`` one token is all that is wanted.
     """
 
     job_id: JobId
@@ -140,7 +140,7 @@ class PrefillJob:
     stopping: Stopping
     drawn_tokens: int
     stream_endpoint: str
-    decode: WorkerRef
+    decode: WorkerRef | None
     deadline_s: float
     fetch_from: str = ""
     fetch_prefix_blocks: int = 0
@@ -167,9 +167,10 @@ class DecodeJob:
 @message("serving.first_token")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
-    """``cached_tokens``: prompt tokens whose KV was found in the pool and not computed."""
+    """``position`` counts the tokens drawn before this one; ``cached_tokens`` had their KV in the pool already."""
 
     job_id: JobId
+    position: int
     token: int
     cached_tokens: int
     prefill_s: float
@@ -189,7 +190,10 @@ class PrefillDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEntry:
+    """``position`` counts the tokens of the request drawn before this one, over all its jobs."""
+
     job_id: JobId
+    position: int
     token: int
     logprob: TokenLogprob | None = None
     finish: FinishReason | None = None

@@ -66,6 +66,7 @@ class Acquire:
     fetch_blocks: int = 0
     landing: TransferId | None = None
     landing_blocks: int = 0
+    landing_layers: int = 0
 
 
 @message("transfer.acquired")
@@ -181,11 +182,14 @@ class Landed:
 @message("transfer.open")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenTransfer:
-    """Sender's messenger → receiver's. Waits for the landing to be reserved. Answered by TransferPlan or Failure."""
+    """Sender's messenger → receiver's. Waits for the landing to be reserved. Answered by TransferPlan or Failure.
+
+    ``transports`` are those the sender would use, best first.
+    """
 
     transfer_id: TransferId
     source: ArenaInfo
-    source_endpoint: str
+    transports: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,13 +216,16 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedSlice:
-    """``n_layers`` layers from ``layer`` on of one logical block, in the sender's arena block ``source_block``."""
+    """``n_layers`` layers from ``layer`` on of one logical block, in the sender's arena block ``source_block``.
+
+    ``checksum`` is XXH3-64 of its bytes, where the sender was configured to compute it.
+    """
 
     logical: int
     layer: int
     n_layers: int
     source_block: int
-    checksum: int
+    checksum: int | None
 
 
 @message("transfer.slice_offer")

@@ -1,0 +1,251 @@
+"""What may travel, and the strict decoders that are built once from type hints.
+
+A decoder takes a parsed JSON value and returns the typed one, or raises :class:`Refused`. It knows no path: containers
+add their part on the way out, so a message that is in order pays nothing for the exactness of the error.
+
+Rules that a type cannot say stand in ``Annotated``, where a type checker ignores them and the decoder obeys.
+"""
+
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, Final
+
+from mooncake_proto.ids import BLOCK_KEY_BYTES
+
+Decoder = Callable[[Any], Any]
+Rule = Callable[[Any], str | None]
+"""What is wrong with a value of the right type, or None."""
+
+TOKEN_BYTES: Final = 4
+_MAX_NATURAL: Final = 2**63 - 1
+_MISSING: Final = object()
+
+
+class Refused(Exception):
+    """A value broke its declared shape. ``path`` starts with its own name or index and is relative to the root."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = ""
+
+    def under(self, part: str) -> "Refused":
+        """The same refusal one level further out."""
+        self.path = part + self.path
+        return self
+
+
+def _not_natural(value: int) -> str | None:
+    return None if 0 <= value <= _MAX_NATURAL else f"expected 0 to 2**63-1, got {value}"
+
+
+def _not_multiple_of(size: int) -> Rule:
+    return lambda value: f"{len(value)} bytes are no multiple of {size}" if len(value) % size else None
+
+
+Natural = Annotated[int, _not_natural]
+"""A count, an index or a token id."""
+
+PackedTokens = Annotated[bytes, _not_multiple_of(TOKEN_BYTES)]
+"""Token ids as little-endian int32."""
+
+PackedKeys = Annotated[bytes, _not_multiple_of(BLOCK_KEY_BYTES)]
+"""Concatenated block keys."""
+
+
+def json_name(value: object) -> str:
+    """The name of *value*'s type in error messages."""
+    return "null" if value is None else type(value).__name__
+
+
+def strip(hint: Any) -> Any:
+    """*hint* without NewType and Annotated."""
+    while True:
+        if hasattr(hint, "__supertype__"):
+            hint = hint.__supertype__
+        elif typing.get_origin(hint) is Annotated:
+            hint = typing.get_args(hint)[0]
+        else:
+            return hint
+
+
+@functools.cache
+def decoder_of(hint: Any) -> Decoder:
+    """The decoder of a field of type *hint*. Raises TypeError for a type that has no place on the wire."""
+    if hasattr(hint, "__supertype__"):
+        return decoder_of(hint.__supertype__)
+    origin = typing.get_origin(hint)
+    if origin is Annotated:
+        inner, *rules = typing.get_args(hint)
+        return _ruled(decoder_of(inner), rules)
+    if origin in (typing.Union, types.UnionType):
+        return _optional(hint)
+    if origin is tuple:
+        return _tuple(typing.get_args(hint))
+    if origin is dict:
+        return _mapping(*typing.get_args(hint))
+    if dataclasses.is_dataclass(hint):
+        return object_decoder(typing.cast(type, hint))
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _member(hint)
+    if hint is float:
+        return _float
+    if hint in (str, int, bool, bytes):
+        return _exactly(hint)
+    raise TypeError(f"{hint!r} cannot travel")
+
+
+def _exactly(kind: type) -> Decoder:
+    def scalar(value: Any) -> Any:
+        if type(value) is kind:  # bool is no int here
+            return value
+        raise Refused(f"expected {kind.__name__}, got {json_name(value)}")
+
+    return scalar
+
+
+def _float(value: Any) -> float:
+    if type(value) is float:
+        return value
+    if type(value) is int:
+        return float(value)
+    raise Refused(f"expected float, got {json_name(value)}")
+
+
+def _ruled(inner: Decoder, rules: list[Rule]) -> Decoder:
+    def ruled(value: Any) -> Any:
+        decoded = inner(value)
+        for rule in rules:
+            if (wrong := rule(decoded)) is not None:
+                raise Refused(wrong)
+        return decoded
+
+    return ruled
+
+
+def _member(kind: type[enum.Enum]) -> Decoder:
+    members = {member.value: member for member in kind}
+    allowed = ", ".join(map(str, members))
+
+    def member(value: Any) -> Any:
+        if type(value) is not str:
+            raise Refused(f"expected one of {allowed}, got {json_name(value)}")
+        if value not in members:
+            raise Refused(f"expected one of {allowed}, got {value[:40]!r}")
+        return members[value]
+
+    if not all(type(value) is str for value in members):
+        raise TypeError(f"{kind!r}: only enums of str can travel")
+    return member
+
+
+def _optional(hint: Any) -> Decoder:
+    arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
+    if len(arms) != 1 or len(typing.get_args(hint)) != 2:
+        raise TypeError(f"{hint!r}: only X | None can travel")
+    inner = decoder_of(arms[0])
+    return lambda value: None if value is None else inner(value)
+
+
+def _tuple(hints: tuple[Any, ...]) -> Decoder:
+    if len(hints) == 2 and hints[1] is Ellipsis:
+        item = decoder_of(hints[0])
+
+        def many(value: Any) -> Any:
+            if type(value) is not list:
+                raise Refused(f"expected a list, got {json_name(value)}")
+            done: list[Any] = []
+            try:
+                for entry in value:
+                    done.append(item(entry))  # noqa: PERF401  how far it came is the index of the bad entry
+            except Refused as refused:
+                raise refused.under(f"[{len(done)}]") from None
+            return tuple(done)
+
+        return many
+    items = [decoder_of(hint) for hint in hints]
+
+    def fixed(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(items):
+            raise Refused(f"expected a list of {len(items)}")
+        done: list[Any] = []
+        try:
+            for item, entry in zip(items, value, strict=True):
+                done.append(item(entry))  # noqa: PERF401
+        except Refused as refused:
+            raise refused.under(f"[{len(done)}]") from None
+        return tuple(done)
+
+    return fixed
+
+
+def _mapping(key_hint: Any, value_hint: Any) -> Decoder:
+    if strip(key_hint) is not str:
+        raise TypeError(f"keys of {key_hint!r}: only str can travel")
+    item = decoder_of(value_hint)
+
+    def mapping(value: Any) -> Any:
+        if type(value) is not dict:
+            raise Refused(f"expected an object, got {json_name(value)}")
+        done = {}
+        key = ""
+        try:
+            for key, entry in value.items():
+                done[key] = item(entry)
+        except Refused as refused:
+            raise refused.under(f".{key[:64]}") from None
+        return done
+
+    return mapping
+
+
+@functools.cache
+def object_decoder(cls: type) -> Decoder:
+    """The decoder of dataclass *cls* from a JSON object. Fields that *cls* does not know are ignored."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    plan = [
+        (f.name, _inline_type(hints[f.name]), decoder_of(hints[f.name]), _is_required(f))
+        for f in dataclasses.fields(cls)
+    ]
+
+    def build(value: Any) -> Any:
+        if type(value) is not dict:
+            raise Refused(f"expected an object, got {json_name(value)}")
+        found = {}
+        name = ""
+        try:
+            for name, inline, decode, required in plan:
+                given = value.get(name, _MISSING)
+                if type(given) is inline:
+                    found[name] = given
+                elif given is not _MISSING:
+                    found[name] = decode(given)
+                elif required:
+                    raise Refused("missing")
+        except Refused as refused:
+            raise refused.under(f".{name}") from None
+        try:
+            return cls(**found)
+        except ValueError as error:  # a rule of the class's own __post_init__
+            raise Refused(str(error)) from error
+
+    return build
+
+
+def _is_required(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _inline_type(hint: Any) -> type | None:
+    """The exact type of values that need no call of the field's decoder, if there is one."""
+    while hasattr(hint, "__supertype__"):
+        hint = hint.__supertype__
+    if hint in (str, int, bool, float, bytes):
+        return typing.cast(type, hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return type(None)
+    return None

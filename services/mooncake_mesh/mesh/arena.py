@@ -1,0 +1,207 @@
+"""The arena: one node's block memory, shared by the processes of that node.
+
+It is an anonymous memory file (memfd_create): it has no name in /dev/shm and lives exactly as long as somebody has it
+open, so no crash can leave it behind. Its owner, the messenger, hands the descriptor to whoever connects to its Unix
+socket (SCM_RIGHTS). The connection then stays open for the life of the process: the kernel closes it when the process
+dies, however it dies, and that is the proof, needed before a dead writer's blocks may be given to somebody else, that
+it can write no more. A process that is merely stalled keeps its connection and so its blocks.
+"""
+
+import asyncio
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from mooncake_mesh.errors import MeshError, PeerUnreachable
+from mooncake_proto.ids import Incarnation, InstanceId
+
+log = structlog.get_logger(__name__)
+
+_HELLO: Final = struct.Struct("<64s16s")
+_WELCOME: Final = struct.Struct("<16sQ")
+_CONNECT_TIMEOUT_S: Final = 5.0
+MAX_SOCKET_PATH_BYTES: Final = 107
+
+
+class Arena:
+    """Mapped block memory.
+
+    ``view`` is writable where the mapping is; close() fails while somebody holds slices of it.
+    """
+
+    def __init__(self, fd: int, size_bytes: int, *, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> None:
+        self._fd = fd
+        self._map = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=protection)
+        _advise_huge_pages(self._map)
+        self.view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, size_bytes: int) -> "Arena":
+        """A new zeroed arena. Memory is committed on first touch."""
+        fd = os.memfd_create("mooncake-arena", os.MFD_CLOEXEC)
+        os.ftruncate(fd, size_bytes)
+        return cls(fd, size_bytes)
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.view)
+
+    def close(self) -> None:
+        self.view.release()
+        self._map.close()
+        os.close(self._fd)
+
+
+def _advise_huge_pages(mapping: mmap.mmap) -> None:
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:  # a hint only: kernels without shmem huge pages refuse it
+        log.debug("no_huge_pages", error=str(error))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A process that has the arena mapped."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+
+
+class ArenaServer:
+    """Hands out the arena on a Unix socket and reports the death of each holder."""
+
+    def __init__(self, path: Path, arena: Arena, owner: Incarnation, *, on_gone: Callable[[Holder], None]) -> None:
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise MeshError(f"socket path {path} exceeds {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter run_dir")
+        self.path = path
+        self._arena = arena
+        self._owner = owner
+        self._on_gone = on_gone
+
+    async def run(self) -> None:
+        """Serve until cancelled; the socket file is removed at the end."""
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        listener.bind(os.fspath(self.path))
+        os.chmod(self.path, 0o600)
+        listener.listen(64)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    connection, _ = await loop.sock_accept(listener)
+                    tasks.create_task(self._serve(connection))
+        finally:
+            listener.close()
+            self.path.unlink(missing_ok=True)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        holder: Holder | None = None
+        loop = asyncio.get_running_loop()
+        try:
+            connection.setblocking(False)
+            if _peer_uid(connection) != os.getuid():
+                log.warning("arena_refused", reason="another user")
+                return
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                hello = await loop.sock_recv(connection, _HELLO.size)
+            if len(hello) != _HELLO.size:
+                log.warning("arena_refused", reason="bad hello")
+                return
+            holder = _holder(hello)
+            socket.send_fds(connection, [_WELCOME.pack(self._owner.encode(), self._arena.size_bytes)], [self._arena.fd])
+            await loop.sock_recv(connection, 1)
+        except (OSError, TimeoutError) as error:
+            log.info("arena_connection_ended", error=str(error))
+        finally:
+            connection.close()
+            if holder is not None:
+                self._on_gone(holder)
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid: int = struct.unpack("3i", credentials)[1]
+    return uid
+
+
+def _holder(hello: bytes) -> Holder:
+    instance, incarnation = _HELLO.unpack(hello)
+    return Holder(
+        instance_id=InstanceId(instance.rstrip(b"\0").decode(errors="replace")),
+        incarnation=Incarnation(incarnation.decode(errors="replace")),
+    )
+
+
+class BorrowedArena:
+    """Somebody else's arena, mapped here. ``lost`` is set when its owner is gone (the memory stays readable)."""
+
+    def __init__(self, arena: Arena, connection: socket.socket, owner: Incarnation) -> None:
+        self._connection = connection
+        self.arena = arena
+        self.owner = owner
+        self.lost = asyncio.Event()
+        asyncio.get_running_loop().add_reader(connection, self._on_readable)
+
+    def _on_readable(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._connection)
+        self.lost.set()
+
+    def close(self) -> None:
+        """Unmap and tell the owner. Raises BufferError while slices of the view are alive."""
+        self.arena.close()
+        asyncio.get_running_loop().remove_reader(self._connection)
+        self._connection.close()
+
+
+async def borrow_to_write(path: str, me: Holder) -> BorrowedArena:
+    """Map the arena of one's own node. Raises PeerUnreachable."""
+    return await _borrow(path, me, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+async def borrow_to_read(path: str, me: Holder) -> BorrowedArena:
+    """Map another node's arena; the mapping cannot be written through. Raises PeerUnreachable."""
+    return await _borrow(path, me, mmap.PROT_READ)
+
+
+async def _borrow(path: str, me: Holder, protection: int) -> BorrowedArena:
+    loop = asyncio.get_running_loop()
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            await loop.sock_connect(connection, path)
+            await loop.sock_sendall(connection, _HELLO.pack(me.instance_id.encode()[:64], me.incarnation.encode()))
+            data, fds = await _receive_fd(connection)
+    except (OSError, TimeoutError) as error:
+        connection.close()
+        raise PeerUnreachable(f"arena socket {path}: {error or 'no answer'}") from error
+    if len(data) != _WELCOME.size or len(fds) != 1:
+        connection.close()
+        raise PeerUnreachable(f"arena socket {path}: refused")
+    owner, size_bytes = _WELCOME.unpack(data)
+    return BorrowedArena(Arena(fds[0], size_bytes, protection=protection), connection, Incarnation(owner.decode()))
+
+
+async def _receive_fd(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Wait until *connection* is readable, then take the message and its descriptor in one system call."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(connection, lambda: None if readable.done() else readable.set_result(None))
+    try:
+        await readable
+    finally:
+        loop.remove_reader(connection)
+    data, fds, _, _ = socket.recv_fds(connection, _WELCOME.size, 1)
+    return data, list(fds)

@@ -1,0 +1,185 @@
+"""ZeroMQ sockets as this project uses them. One context per process; every option that matters is set here, explicitly.
+
+====== ========= ==================================================================================================
+socket who binds when it is full
+====== ========= ==================================================================================================
+ROUTER a server  the reader stops, the peers' send queues fill, their sends fail at once (``PeerUnreachable``)
+DEALER –         send fails at once; messages are queued only on live connections (IMMEDIATE), so nothing
+                 that was meant for a dead process reaches the next one on its address
+PUB    conductor drops for the slow subscriber; states are sent whole, so the next one repairs it
+SUB    –         as PUB
+====== ========= ==================================================================================================
+
+Each socket has exactly one reader, the event loop's callback on the socket's descriptor. It never waits in ``recv``: a
+timeout around a receive loses messages (the cancelled receive may have taken one), so whoever wants to wait with a
+deadline waits on a future or a queue. The descriptor is edge-triggered: after every send the reader looks again.
+The bounded queue in front of a reader is the socket's own (RCVHWM); a paused reader leaves messages there.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import zmq
+
+from mooncake_mesh.errors import MeshError, PeerUnreachable
+
+HWM_MESSAGES: Final = 4096
+LINGER_MS: Final = 250
+MAX_MESSAGE_BYTES: Final = 80 << 20
+_HEARTBEAT_MS: Final = 1000
+_HEARTBEAT_TIMEOUT_MS: Final = 4000
+_READS_PER_TURN: Final = 64
+
+OnFrames = Callable[[list[bytes]], None]
+
+
+class Channel:
+    """A socket on the running event loop. *on_frames* gets every message, in order, and may not raise."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", on_frames: OnFrames) -> None:
+        self._socket = socket
+        self._on_frames = on_frames
+        self._loop = asyncio.get_running_loop()
+        self._pump_scheduled = False
+        self._closed = False
+        self._send_changed = asyncio.Event()
+        self._fd = socket.FD
+        self._loop.add_reader(self._fd, self._pump)
+        self._look_again()
+
+    @property
+    def endpoint(self) -> str:
+        """The address really bound (port 0 resolved)."""
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def send_now(self, frames: Sequence[bytes]) -> None:
+        """Queue *frames* or raise PeerUnreachable; never waits."""
+        if self._closed:
+            raise PeerUnreachable("this end is closed")
+        try:
+            self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
+        except zmq.Again as error:
+            raise PeerUnreachable("no live connection, or its queue is full") from error
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise PeerUnreachable("the peer is gone") from error
+        finally:
+            self._look_again()
+
+    async def send(self, frames: Sequence[bytes], *, timeout_s: float) -> None:
+        """As :meth:`send_now`, but wait up to *timeout_s* for a connection or for room."""
+        deadline_s = self._loop.time() + timeout_s
+        while True:
+            self._send_changed.clear()
+            try:
+                return self.send_now(frames)
+            except PeerUnreachable:
+                left_s = deadline_s - self._loop.time()
+                if self._closed or left_s <= 0:
+                    raise
+                await self._wait_for_change(left_s)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._fd)
+            self._socket.close(linger=LINGER_MS)
+
+    async def _wait_for_change(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send_changed.wait()
+        except TimeoutError:
+            return
+
+    def _look_again(self) -> None:
+        if not self._pump_scheduled and not self._closed:
+            self._pump_scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pump_scheduled = False
+        for _ in range(_READS_PER_TURN):
+            if self._closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(flags=zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            self._on_frames(frames)
+        else:
+            self._look_again()
+        if self._closed:
+            return
+        # Asking for the events takes note of what came in since the last receive, and with it the descriptor's edge.
+        events = int(self._socket.getsockopt(zmq.EVENTS))
+        if events & zmq.POLLIN:
+            self._look_again()
+        if events & zmq.POLLOUT:
+            self._send_changed.set()
+
+
+def _socket(kind: int) -> "zmq.Socket[bytes]":
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, HWM_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, HWM_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    return socket
+
+
+def _bound(socket: "zmq.Socket[bytes]", bind: str) -> "zmq.Socket[bytes]":
+    try:
+        socket.bind(bind)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise MeshError(f"cannot bind {bind}: {error.strerror}") from error
+    return socket
+
+
+def _connected(socket: "zmq.Socket[bytes]", endpoint: str) -> "zmq.Socket[bytes]":
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise MeshError(f"cannot connect to {endpoint!r}: {error.strerror}") from error
+    return socket
+
+
+def router(bind: str, on_frames: OnFrames) -> Channel:
+    """A bound ROUTER that raises, instead of dropping, when a peer is gone. Raises MeshError when it cannot bind."""
+    socket = _socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    return Channel(_bound(socket, bind), on_frames)
+
+
+def dealer(endpoint: str, on_frames: OnFrames, on_disconnect: Callable[[], None]) -> tuple[Channel, Channel]:
+    """A DEALER that keeps connecting to *endpoint*, and the channel that watches its connection.
+
+    Close the watching channel first. Raises MeshError for an address ZeroMQ does not take.
+    """
+    socket = _socket(zmq.DEALER)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    watch = Channel(monitor, lambda _: on_disconnect())
+    try:
+        return Channel(_connected(socket, endpoint), on_frames), watch
+    except MeshError:
+        watch.close()
+        raise
+
+
+def publisher(bind: str) -> Channel:
+    return Channel(_bound(_socket(zmq.PUB), bind), lambda _: None)
+
+
+def subscriber(endpoint: str, on_frames: OnFrames) -> Channel:
+    socket = _socket(zmq.SUB)
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    return Channel(_connected(socket, endpoint), on_frames)

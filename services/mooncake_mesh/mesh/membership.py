@@ -1,0 +1,108 @@
+"""A process' standing with the conductor: register, beat, hear who else is there.
+
+The conductor holds soft state only. When it answers a beat with "unknown" (it restarted, or it had declared us dead)
+the process registers again and *on_registered* gives it the chance to publish what the conductor needs, such as a
+snapshot of its blocks.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from mooncake_mesh.errors import MeshError, MooncakeError
+from mooncake_mesh.mesh import endpoint as sockets
+from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_proto import codec
+from mooncake_proto.control import (
+    ClusterState,
+    Goodbye,
+    Heartbeat,
+    HeartbeatAck,
+    Load,
+    Member,
+    Register,
+    Registered,
+)
+from mooncake_proto.errors import WireError
+
+log = structlog.get_logger(__name__)
+
+_CALL_TIMEOUT_S = 2.0
+_RETRY_S = 0.25
+_GOODBYE_TIMEOUT_S = 0.2
+
+
+class Membership:
+    """Keeps one member registered for as long as :meth:`run` runs."""
+
+    def __init__(
+        self,
+        conductor: RpcClient,
+        member: Member,
+        load: Callable[[], Load],
+        *,
+        on_registered: Callable[[], Awaitable[None]] | None = None,
+        on_cluster: Callable[[ClusterState], None] | None = None,
+    ) -> None:
+        self._conductor = conductor
+        self._member = member
+        self._load = load
+        self._on_registered = on_registered
+        self._on_cluster = on_cluster
+        self._states: sockets.Channel | None = None
+        self.registered = asyncio.Event()
+
+    async def run(self) -> None:
+        """Register and beat until cancelled. A refused registration (incompatible member) is logged and tried again."""
+        try:
+            while True:
+                try:
+                    registered = await self._register()
+                    await self._beat(registered)
+                except MooncakeError as error:
+                    log.warning("conductor_unavailable", code=error.code, error=str(error)[:200])
+                    self.registered.clear()
+                    await asyncio.sleep(_RETRY_S)
+        finally:
+            if self._states is not None:
+                self._states.close()
+
+    async def leave(self) -> None:
+        """Say goodbye; a conductor that is gone need not hear it."""
+        goodbye = Goodbye(instance_id=self._member.instance_id, incarnation=self._member.incarnation)
+        try:
+            await self._conductor.send(goodbye, timeout_s=_GOODBYE_TIMEOUT_S)
+        except MeshError as error:
+            log.info("goodbye_undelivered", code=error.code)
+
+    async def _register(self) -> Registered:
+        reply = await self._conductor.call(Register(member=self._member), Registered, timeout_s=_CALL_TIMEOUT_S)
+        log.info("registered", conductor=reply.conductor)
+        if self._on_cluster is not None and self._states is None:
+            self._states = sockets.subscriber(reply.publish_endpoint, self._hear)
+        if self._on_registered is not None:
+            await self._on_registered()
+        self.registered.set()
+        return reply
+
+    async def _beat(self, registered: Registered) -> None:
+        while True:
+            await asyncio.sleep(registered.heartbeat_s)
+            beat = Heartbeat(
+                instance_id=self._member.instance_id, incarnation=self._member.incarnation, load=self._load()
+            )
+            ack = await self._conductor.call(beat, HeartbeatAck, timeout_s=_CALL_TIMEOUT_S)
+            if not ack.known or ack.conductor != registered.conductor:
+                log.info("registering_again", conductor=ack.conductor)
+                self.registered.clear()
+                return
+
+    def _hear(self, frames: list[bytes]) -> None:
+        try:
+            _, body = codec.decode(frames)
+        except WireError as error:
+            log.warning("message_refused", code=error.code, error=str(error)[:200])
+            return
+        if isinstance(body, ClusterState) and self._on_cluster is not None:
+            self._on_cluster(body)

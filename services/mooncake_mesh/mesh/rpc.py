@@ -1,0 +1,317 @@
+"""Calls, replies and one-way messages over ROUTER and DEALER.
+
+A call carries a message id and a relative deadline; its reply carries that id in ``re``. The server runs a handler per
+kind: a plain function runs in order, at once; a coroutine function runs as a task, so that a slow call delays nobody.
+One call's failure is that call's answer and nothing else. When a caller stops waiting it says so (CancelCall), and the
+handler is cancelled.
+"""
+
+import asyncio
+import inspect
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+
+import structlog
+
+from mooncake_mesh.errors import (
+    CallTimeout,
+    InternalError,
+    MooncakeError,
+    PeerUnreachable,
+    RemoteFailure,
+    failure_of,
+)
+from mooncake_mesh.mesh import endpoint as sockets
+from mooncake_proto import codec
+from mooncake_proto.control import CancelCall, Failure
+from mooncake_proto.envelope import Envelope
+from mooncake_proto.errors import UnknownKind, WireError
+from mooncake_proto.ids import MessageId
+
+log = structlog.get_logger(__name__)
+
+_R = TypeVar("_R")
+
+MAX_RUNNING_CALLS: Final = 4096
+
+
+class Caller:
+    """Who sent a message, and the way back to them. Valid for as long as their connection lives."""
+
+    __slots__ = ("_server", "cause", "identity", "message_id")
+
+    def __init__(self, server: "RpcServer", identity: bytes, envelope: Envelope) -> None:
+        self._server = server
+        self.identity = identity
+        self.message_id = envelope.id
+        self.cause = envelope.cause
+
+    def reply(self, body: object) -> None:
+        """Send *body* in answer. More than one answer is allowed (streams). Raises PeerUnreachable."""
+        self._server.send(self.identity, body, Envelope(re=self.message_id))
+
+
+Handler = Callable[[Any, Caller], object | Awaitable[object]]
+"""Gets the body and the caller; returns the reply or None. Raising a MooncakeError replies with Failure."""
+
+
+class RpcServer:
+    """A bound ROUTER and its handlers. Create inside a running loop.
+
+    At most MAX_RUNNING_CALLS coroutine handlers run at once; a call beyond that is answered ``overloaded`` (retryable).
+    """
+
+    def __init__(self, bind: str, handlers: dict[type, Handler], tasks: asyncio.TaskGroup) -> None:
+        self._handlers = {cls: (handler, inspect.iscoroutinefunction(handler)) for cls, handler in handlers.items()}
+        self._tasks = tasks
+        self._running: dict[tuple[bytes, MessageId], asyncio.Task[None]] = {}
+        self._channel = sockets.router(bind, lambda frames: self._accept(frames[0], frames[1:]))
+        self.endpoint = self._channel.endpoint
+        self.refused_messages = 0
+
+    async def close(self) -> None:
+        """Stop reading, cancel running handlers, close the socket."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._channel.close()
+
+    def send(self, identity: bytes, body: object, envelope: Envelope) -> None:
+        """Send to one connected peer; raises PeerUnreachable."""
+        self._channel.send_now([identity, *codec.encode(body, envelope)])
+
+    def _accept(self, identity: bytes, frames: Sequence[bytes]) -> None:
+        try:
+            envelope, body = codec.decode(frames)
+            if isinstance(body, CancelCall):
+                self._cancel(identity, body.target)
+                return
+            entry = self._handlers.get(type(body))
+            if entry is None:
+                raise UnknownKind(f"this process does not take {type(body).__name__}")
+        except WireError as error:
+            self.refused_messages += 1
+            log.warning("message_refused", code=error.code, error=str(error)[:200])
+            self._refuse(Caller(self, identity, codec.peek(frames)), error)
+            return
+        caller = Caller(self, identity, envelope)
+        handler, is_async = entry
+        if not is_async:
+            self._run_now(handler, body, caller)
+        elif len(self._running) >= MAX_RUNNING_CALLS:
+            self._answer(caller, Failure(code="overloaded", message="too many calls in progress", retryable=True))
+        else:
+            self._spawn(handler, body, caller, envelope.deadline_s)
+
+    def _refuse(self, caller: Caller, error: WireError) -> None:
+        """Answer even a message without a readable id, so that a peer of another version learns what is wrong.
+
+        Not to a reply, though: two processes could go on refusing each other's refusals.
+        """
+        try:
+            caller.reply(failure_of(error))
+        except PeerUnreachable:
+            log.info("reply_undeliverable", kind="Failure")
+
+    def _run_now(self, handler: Handler, body: object, caller: Caller) -> None:
+        try:
+            self._answer(caller, handler(body, caller))
+        except MooncakeError as error:
+            self._answer(caller, failure_of(error))
+        except Exception as error:  # noqa: BLE001  one message may not stop the process
+            self._answer(caller, _crashed(error, body))
+
+    def _spawn(self, handler: Handler, body: object, caller: Caller, deadline_s: float | None) -> None:
+        key = (caller.identity, caller.message_id)
+        task = self._tasks.create_task(self._run(handler, body, caller, deadline_s))
+        if caller.message_id:
+            self._running[key] = task
+            task.add_done_callback(lambda _: self._running.pop(key, None))
+
+    async def _run(self, handler: Handler, body: object, caller: Caller, deadline_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                result = handler(body, caller)
+                self._answer(caller, await result if inspect.isawaitable(result) else result)
+        except TimeoutError:
+            self._answer(caller, failure_of(CallTimeout(f"{type(body).__name__} took over {deadline_s} s")))
+        except MooncakeError as error:
+            self._answer(caller, failure_of(error))
+        except Exception as error:  # noqa: BLE001  one call may not stop the process
+            self._answer(caller, _crashed(error, body))
+
+    def _answer(self, caller: Caller, reply: object) -> None:
+        if reply is None or not caller.message_id:
+            return
+        try:
+            caller.reply(reply)
+        except PeerUnreachable:
+            log.info("reply_undeliverable", kind=type(reply).__name__)
+
+    def _cancel(self, identity: bytes, target: MessageId) -> None:
+        task = self._running.get((identity, target))
+        if task is not None:
+            task.cancel()
+
+
+def _crashed(error: Exception, body: object) -> Failure:
+    log.error("handler_crashed", kind=type(body).__name__, exc_info=error)
+    return failure_of(InternalError(f"{type(body).__name__}: {type(error).__name__}"))
+
+
+class RpcClient:
+    """A DEALER to one peer. Create inside a running loop.
+
+    When the connection drops, all open calls fail at once with PeerUnreachable and *on_lost* is called; the socket goes
+    on connecting to the same address, so a later call reaches the peer's next incarnation.
+    """
+
+    def __init__(self, endpoint: str, *, on_lost: Callable[[], None] | None = None) -> None:
+        self.endpoint = endpoint
+        self._on_lost = on_lost
+        self._ids = itertools.count(1)
+        self._open: dict[MessageId, asyncio.Queue[Any] | asyncio.Future[Any]] = {}
+        self._channel, self._watch = sockets.dealer(endpoint, self._accept, self._lost)
+        self.late_replies = 0
+
+    async def __aenter__(self) -> "RpcClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Fail what is still open and close the socket."""
+        self._fail_open_calls("the client was closed")
+        self._watch.close()
+        self._channel.close()
+
+    def post(self, body: object, *, cause: str = "") -> None:
+        """Send one way, now. Raises PeerUnreachable when there is no live connection or its queue is full."""
+        self._channel.send_now(codec.encode(body, Envelope(cause=cause)))
+
+    async def send(self, body: object, *, timeout_s: float, cause: str = "") -> None:
+        """Send one way, waiting up to *timeout_s* for a connection. Raises PeerUnreachable."""
+        await self._channel.send(codec.encode(body, Envelope(cause=cause)), timeout_s=timeout_s)
+
+    async def call(self, body: object, expect: type[_R], *, timeout_s: float, cause: str = "") -> _R:
+        """Send *body* and wait for its reply of class *expect*.
+
+        Raises RemoteFailure (the peer's own error), PeerUnreachable, CallTimeout, or WireError for another class of
+        reply.
+        """
+        message_id = self._next_id()
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._open[message_id] = reply
+        try:
+            async with asyncio.timeout(timeout_s):
+                envelope = Envelope(id=message_id, deadline_s=timeout_s, cause=cause)
+                await self._channel.send(codec.encode(body, envelope), timeout_s=timeout_s)
+                result = await reply
+        except TimeoutError:
+            self._say_cancelled(message_id)
+            raise CallTimeout(f"{type(body).__name__} to {self.endpoint}: no reply in {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            self._say_cancelled(message_id)
+            raise
+        finally:
+            self._open.pop(message_id, None)
+        return self._expected(result, expect)
+
+    @asynccontextmanager
+    async def stream(self, body: object, *, timeout_s: float, max_items: int = 1024) -> AsyncIterator["ReplyStream"]:
+        """Send *body* and read any number of replies; leaving the block tells the peer that nobody reads any more."""
+        message_id = self._next_id()
+        queue: asyncio.Queue[Any] = asyncio.Queue(max_items)
+        self._open[message_id] = queue
+        replies = ReplyStream(queue, message_id)
+        try:
+            envelope = Envelope(id=message_id, deadline_s=timeout_s)
+            await self._channel.send(codec.encode(body, envelope), timeout_s=timeout_s)
+            yield replies
+        finally:
+            self._open.pop(message_id, None)
+            if not replies.ended:
+                self._say_cancelled(message_id)
+
+    def _next_id(self) -> MessageId:
+        return MessageId(f"{next(self._ids):x}")
+
+    def _say_cancelled(self, message_id: MessageId) -> None:
+        try:
+            self.post(CancelCall(target=message_id))
+        except PeerUnreachable:
+            log.debug("cancel_undeliverable", endpoint=self.endpoint)
+
+    def _expected(self, result: object, expect: type[_R]) -> _R:
+        if isinstance(result, Failure):
+            raise RemoteFailure(result)
+        if not isinstance(result, expect):
+            raise WireError(f"{self.endpoint} answered {type(result).__name__}, expected {expect.__name__}")
+        return result
+
+    def _accept(self, frames: list[bytes]) -> None:
+        try:
+            envelope, body = codec.decode(frames)
+        except WireError as error:
+            envelope = codec.peek(frames)
+            body = Failure(code=error.code, message=f"bad reply from {self.endpoint}: {error}")
+        self._deliver(envelope.re, body)
+
+    def _deliver(self, message_id: MessageId, body: object) -> None:
+        waiter = self._open.get(message_id)
+        if waiter is None:
+            self.late_replies += 1
+        elif isinstance(waiter, asyncio.Queue):
+            _offer(waiter, body)
+        elif not waiter.done():
+            waiter.set_result(body)
+
+    def _lost(self) -> None:
+        self._fail_open_calls("the connection was lost")
+        if self._on_lost is not None:
+            self._on_lost()
+
+    def _fail_open_calls(self, why: str) -> None:
+        for waiter in list(self._open.values()):
+            error = PeerUnreachable(f"{self.endpoint}: {why}")
+            if isinstance(waiter, asyncio.Queue):
+                _offer(waiter, error)
+            elif not waiter.done():
+                waiter.set_exception(error)
+
+
+def _offer(queue: asyncio.Queue[Any], item: object) -> None:
+    """Put *item*; a reader that lags a whole queue behind gets the overflow as its last item."""
+    if queue.full():
+        while not queue.empty():
+            queue.get_nowait()
+        item = Failure(code="slow_reader", message="the reader of this stream was too slow")
+    queue.put_nowait(item)
+
+
+class ReplyStream:
+    """Replies to one streaming call, in order. The caller marks the end, which only it can recognise."""
+
+    def __init__(self, queue: asyncio.Queue[Any], message_id: MessageId) -> None:
+        self._queue = queue
+        self.message_id = message_id
+        self.ended = False
+
+    async def next(self, *, timeout_s: float) -> Any:
+        """The next reply. Raises RemoteFailure or PeerUnreachable (the stream is over then), or CallTimeout."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                item = await self._queue.get()
+        except TimeoutError:
+            raise CallTimeout(f"no reply in {timeout_s:g} s") from None
+        if isinstance(item, Failure):
+            self.ended = True
+            raise RemoteFailure(item)
+        if isinstance(item, Exception):
+            self.ended = True
+            raise item
+        return item

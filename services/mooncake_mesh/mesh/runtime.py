@@ -1,0 +1,51 @@
+"""The life of a process: event loop, signals, readiness, orderly stop."""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+
+import structlog
+import uvloop
+import zmq
+
+log = structlog.get_logger(__name__)
+
+
+class Lifecycle:
+    """Handed to a service's ``run``. ``stopping`` is set by SIGTERM or SIGINT; the service then drains and returns."""
+
+    def __init__(self) -> None:
+        self.stopping = asyncio.Event()
+        self.is_ready = False
+
+    def ready(self, **facts: object) -> None:
+        """Say once that the service takes work."""
+        self.is_ready = True
+        log.info("ready", **facts)
+
+    def stop(self, why: str) -> None:
+        if not self.stopping.is_set():
+            log.info("stopping", why=why)
+            self.stopping.set()
+
+
+def main(run: Callable[[Lifecycle], Awaitable[None]]) -> int:
+    """Run one service until it returns; the process' exit code.
+
+    Errors pass through to the caller. The ZeroMQ context is terminated, so sockets that were left open would show here.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_supervised(run))
+    return 0
+
+
+async def _supervised(run: Callable[[Lifecycle], Awaitable[None]]) -> None:
+    lifecycle = Lifecycle()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lifecycle.stop, signal.Signals(number).name)
+    try:
+        await run(lifecycle)
+    finally:
+        zmq.Context.instance().destroy(linger=250)
+        log.info("stopped")
