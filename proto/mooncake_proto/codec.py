@@ -20,7 +20,7 @@ from mooncake_proto.envelope import (
     Envelope,
 )
 from mooncake_proto.errors import MalformedMessage, UnknownKind, VersionMismatch
-from mooncake_proto.finite import Check, finite_check
+from mooncake_proto.finite import Predicate, finiteness
 from mooncake_proto.shapes import Decoder, Refused, json_name, object_decoder, strip
 
 _M = TypeVar("_M")
@@ -35,7 +35,7 @@ class _Kind:
     payload: tuple[str, ...]
     in_header: tuple[str, ...]
     decode: Decoder
-    check: Check | None
+    is_finite: Predicate | None
 
 
 _BY_NAME: Final[dict[str, _Kind]] = {}
@@ -58,8 +58,8 @@ def message(kind: str) -> Callable[[type[_M]], type[_M]]:
             cls=cls,
             payload=payload,
             in_header=tuple(name for name in hints if name not in payload),
-            decode=object_decoder(cls),
-            check=finite_check(cls),
+            decode=object_decoder(typing.cast(Any, cls)),
+            is_finite=finiteness(typing.cast(Any, cls)),
         )
         _BY_NAME[kind] = _BY_CLASS[cls] = entry
         return cls
@@ -81,7 +81,8 @@ def encode(body: object, envelope: Envelope | None = None) -> list[bytes]:
     kind = _BY_CLASS.get(type(body))
     if kind is None:
         raise TypeError(f"{type(body).__name__} is not a wire message")
-    _refuse_infinite(kind, body)
+    if kind.is_finite is not None and not kind.is_finite(body):
+        raise MalformedMessage(f"{kind.name} holds a float that is not finite")
     header = _envelope_fields(envelope)
     if kind.payload:
         header["body"] = {name: getattr(body, name) for name in kind.in_header}
@@ -127,15 +128,6 @@ def peek(frames: Sequence[bytes]) -> Envelope:
         return _envelope(_header(frames[2]))
     except (IndexError, MalformedMessage):
         return Envelope()
-
-
-def _refuse_infinite(kind: _Kind, body: object) -> None:
-    if kind.check is None:
-        return
-    try:
-        kind.check(body)
-    except Refused as refused:
-        raise MalformedMessage(refused.message, path=refused.path.removeprefix(".")) from refused
 
 
 def _bounded(frames: Sequence[bytes]) -> None:

@@ -1,7 +1,7 @@
 """Membership, health and errors: every process ↔ conductor, and the answers that any socket gives.
 
-A process registers, then beats. The acknowledgement of a beat says whether the conductor still knows the incarnation; if
-not (the conductor restarted), the process registers again. The conductor publishes ClusterState on its PUB socket,
+A process registers, then beats. The acknowledgement of a beat says whether the conductor still knows the incarnation;
+if not (the conductor restarted), the process registers again. The conductor publishes ClusterState on its PUB socket,
 on every change and once a second, so that everybody learns of deaths and restarts.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mooncake_proto.codec import message
 from mooncake_proto.ids import Incarnation, InstanceId, MessageId, NodeId
+from mooncake_proto.shapes import Natural
 
 
 class Role(enum.Enum):
@@ -37,9 +38,9 @@ class ModelCard:
     name: str
     fingerprint: str
     dtype: str
-    block_tokens: int
-    block_bytes: int
-    max_context_tokens: int
+    block_tokens: Natural
+    block_bytes: Natural
+    max_context_tokens: Natural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +59,16 @@ class Member:
 class Load:
     """What an instance reports with each beat; fields that do not apply to a role stay 0."""
 
-    queued_jobs: int = 0
-    queued_tokens: int = 0
-    running_jobs: int = 0
-    running_tokens: int = 0
+    queued_jobs: Natural = 0
+    queued_tokens: Natural = 0
+    running_jobs: Natural = 0
+    running_tokens: Natural = 0
     step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
-    blocks_total: int = 0
-    blocks_free: int = 0
-    blocks_cached: int = 0
-    transferred_bytes: int = 0
+    blocks_total: Natural = 0
+    blocks_free: Natural = 0
+    blocks_cached: Natural = 0
+    transferred_bytes: Natural = 0
     transports: str = ""
     draining: bool = False
 
@@ -130,7 +131,7 @@ class ClusterState:
     """Conductor → everybody, on its PUB socket. ``revision`` grows with every change of membership."""
 
     conductor: Incarnation
-    revision: int
+    revision: Natural
     members: tuple[MemberState, ...]
 
 
@@ -143,14 +144,14 @@ class StatusQuery:
 @message("control.status_report")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusReport:
-    """``healthy``: at least one prefill and one decode instance, each with an alive messenger on its node, and a gateway."""
+    """``healthy``: a gateway, and at least one prefill and one decode instance with an alive messenger on its node."""
 
     cluster: ClusterState
     healthy: bool
     reasons: tuple[str, ...]
-    indexed_blocks: dict[str, int]
-    placed_total: int
-    rejected_total: int
+    indexed_blocks: dict[str, Natural]
+    placed_total: Natural
+    rejected_total: Natural
     uptime_s: float
 
 

@@ -24,12 +24,14 @@ MAX_HEADER_BYTES: Final = 8 << 20
 MAX_PAYLOAD_BYTES: Final = 64 << 20
 MAX_FRAMES: Final = 16
 
+NO_MESSAGE: Final = MessageId("")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
     """What surrounds a body. ``id`` is empty on one-way messages, ``re`` on everything but replies."""
 
-    id: MessageId = MessageId("")
-    re: MessageId = MessageId("")
+    id: MessageId = NO_MESSAGE
+    re: MessageId = NO_MESSAGE
     deadline_s: float | None = None
     cause: str = ""

@@ -1,77 +1,56 @@
 """Refusal of NaN and infinities before they are sent: JSON has none, and the encoder would write null without a word.
 
-As with the decoders, one check is built for each type from its hints; types that hold no float cost nothing.
+As with the decoders, one predicate is built for each type from its hints; types that hold no float cost nothing.
 """
 
 import dataclasses
 import functools
 import math
+import operator
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from mooncake_proto.shapes import Refused, strip
+from mooncake_proto.shapes import strip
 
-Check = Callable[[Any], None]
+Predicate = Callable[[Any], bool]
 
 
 @functools.cache
-def finite_check(hint: Any) -> Check | None:
-    """A check that raises Refused when a value of type *hint* holds a float that JSON lacks; None if it cannot."""
+def finiteness(hint: Any) -> Predicate | None:
+    """A predicate that is false when a value of type *hint* holds NaN or an infinity; None where no float can be."""
     hint = strip(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is float:
-        return _finite
+        return math.isfinite
     if dataclasses.is_dataclass(hint):
-        return _fields_finite(typing.cast(type, hint))
-    if origin in (typing.Union, types.UnionType):
-        inner = finite_check(args[0])
-        return None if inner is None else lambda value: None if value is None else inner(value)
-    if origin is dict:
-        inner = finite_check(args[1])
-        return None if inner is None else lambda value: _all_finite((f".{k}", inner, v) for k, v in value.items())
-    if origin is tuple and args[-1] is Ellipsis:
-        inner = finite_check(args[0])
-        return None if inner is None else lambda value: _items_finite(inner, value)
+        hints = typing.get_type_hints(hint, include_extras=True)
+        return _all_parts([(operator.attrgetter(f.name), hints[f.name]) for f in dataclasses.fields(hint)])
+    if origin is tuple and args[-1] is not Ellipsis:
+        return _all_parts([(operator.itemgetter(i), arg) for i, arg in enumerate(args)])
     if origin is tuple:
-        checks = [(f"[{i}]", i, check) for i, arg in enumerate(args) if (check := finite_check(arg)) is not None]
-        return (lambda value: _all_finite((part, check, value[i]) for part, i, check in checks)) if checks else None
+        return _all_of(args[0], iter)
+    if origin is dict:
+        return _all_of(args[1], dict.values)
+    if origin in (typing.Union, types.UnionType):
+        inner = finiteness(args[0])
+        return None if inner is None else lambda value: value is None or inner(value)
     return None
 
 
-def _finite(value: float) -> None:
-    if not math.isfinite(value):
-        raise Refused(f"{value} cannot travel")
-
-
-def _fields_finite(cls: type) -> Check | None:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    checks = [(f.name, c) for f in dataclasses.fields(cls) if (c := finite_check(hints[f.name])) is not None]
+def _all_parts(parts: list[tuple[Callable[[Any], Any], Any]]) -> Predicate | None:
+    """Over parts of different types, each with its getter."""
+    checks = [(get, inner) for get, hint in parts if (inner := finiteness(hint)) is not None]
     if not checks:
         return None
-
-    def fields(value: Any) -> None:
-        for name, check in checks:
-            try:
-                check(getattr(value, name))
-            except Refused as refused:
-                raise refused.under(f".{name}") from None
-
-    return fields
+    if len(checks) == 1:
+        [(only_get, only)] = checks
+        return lambda value: only(only_get(value))
+    return lambda value: all(inner(get(value)) for get, inner in checks)
 
 
-def _items_finite(check: Check, values: tuple[Any, ...]) -> None:
-    for index, value in enumerate(values):
-        try:
-            check(value)
-        except Refused as refused:
-            raise refused.under(f"[{index}]") from None
-
-
-def _all_finite(parts: Iterable[tuple[str, Check, Any]]) -> None:
-    for part, check, value in parts:
-        try:
-            check(value)
-        except Refused as refused:
-            raise refused.under(part) from None
+def _all_of(hint: Any, items: Callable[[Any], Any]) -> Predicate | None:
+    """Over the items of a container, all of one type."""
+    inner = finiteness(hint)
+    return None if inner is None else lambda value: all(map(inner, items(value)))

@@ -1,7 +1,7 @@
 """Which node holds which block: messenger → conductor.
 
-Events of one messenger incarnation are numbered from 1 without gaps. The conductor answers each batch with the number it
-expects next; on a gap, or for a new incarnation, it asks for a snapshot (``resync``). What it holds is a hint for
+Events of one messenger incarnation are numbered from 1 without gaps. The conductor answers each batch with the number
+it expects next; on a gap, or for a new incarnation, it asks for a snapshot (``resync``). What it holds is a hint for
 placement, never a promise.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mooncake_proto.codec import message
 from mooncake_proto.ids import Incarnation, NodeId
+from mooncake_proto.shapes import HexKey, Natural, PackedKeys
 
 
 class KvChange(enum.Enum):
@@ -22,7 +23,7 @@ class KvEvent:
     """One change; ``key`` is the block key in hex."""
 
     change: KvChange
-    key: str
+    key: HexKey
 
 
 @message("kvcache.events")
@@ -32,7 +33,7 @@ class KvEvents:
 
     node_id: NodeId
     incarnation: Incarnation
-    first_seq: int
+    first_seq: Natural
     events: tuple[KvEvent, ...]
 
 
@@ -43,12 +44,12 @@ class KvSnapshot:
 
     node_id: NodeId
     incarnation: Incarnation
-    seq: int
-    keys: bytes
+    seq: Natural
+    keys: PackedKeys
 
 
 @message("kvcache.events_ack")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEventsAck:
-    next_seq: int
+    next_seq: Natural
     resync: bool

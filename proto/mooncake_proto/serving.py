@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from mooncake_proto.codec import message
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId
+from mooncake_proto.shapes import Natural, PackedKey, PackedKeys, PackedTokens
 
 
 class FinishReason(enum.Enum):
@@ -39,22 +40,22 @@ class Sampling:
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: Natural = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0
-    top_logprobs: int | None = None
+    top_logprobs: Natural | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopping:
     """When generation ends. ``stop_token_ids`` holds the end-of-sequence ids too, unless the caller ignores them."""
 
-    max_new_tokens: int
-    min_new_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    max_new_tokens: Natural
+    min_new_tokens: Natural = 0
+    stop_token_ids: tuple[Natural, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -87,9 +88,9 @@ class Schedule:
 
     job_id: JobId
     model: str
-    prompt_tokens: int
-    max_new_tokens: int
-    keys: bytes
+    prompt_tokens: Natural
+    max_new_tokens: Natural
+    keys: PackedKeys
     avoid: tuple[InstanceId, ...] = ()
 
 
@@ -104,9 +105,9 @@ class Placement:
     job_id: JobId
     prefill: WorkerRef
     decode: WorkerRef
-    local_prefix_blocks: int
+    local_prefix_blocks: Natural
     fetch_from: str = ""
-    fetch_prefix_blocks: int = 0
+    fetch_prefix_blocks: Natural = 0
     ttft_est_s: float = 0.0
     tbt_est_s: float = 0.0
 
@@ -134,32 +135,35 @@ class PrefillJob:
     job_id: JobId
     transfer_id: TransferId
     incarnation: Incarnation
-    tokens: bytes
-    keys: bytes
+    tokens: PackedTokens
+    keys: PackedKeys
     sampling: Sampling
     stopping: Stopping
-    drawn_tokens: int
+    drawn_tokens: Natural
     stream_endpoint: str
     decode: WorkerRef | None
     deadline_s: float
     fetch_from: str = ""
-    fetch_prefix_blocks: int = 0
+    fetch_prefix_blocks: Natural = 0
 
 
 @message("serving.decode_job")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeJob:
-    """Expect the KV of ``tokens`` under ``transfer_id``, then decode. ``key_root`` continues the chain of block keys."""
+    """Expect the KV of ``tokens`` under ``transfer_id``, then decode.
+
+    ``key_root`` continues the chain of block keys.
+    """
 
     job_id: JobId
     transfer_id: TransferId
     incarnation: Incarnation
-    tokens: bytes
-    keys: bytes
-    key_root: bytes
+    tokens: PackedTokens
+    keys: PackedKeys
+    key_root: PackedKey
     sampling: Sampling
     stopping: Stopping
-    drawn_tokens: int
+    drawn_tokens: Natural
     stream_endpoint: str
     deadline_s: float
 
@@ -170,9 +174,9 @@ class FirstToken:
     """``position`` counts the tokens drawn before this one; ``cached_tokens`` had their KV in the pool already."""
 
     job_id: JobId
-    position: int
-    token: int
-    cached_tokens: int
+    position: Natural
+    token: Natural
+    cached_tokens: Natural
     prefill_s: float
     queue_s: float
     logprob: TokenLogprob | None = None
@@ -185,7 +189,7 @@ class PrefillDone:
     """The first token, for the decode worker. The KV itself is announced by the messenger."""
 
     job_id: JobId
-    token: int
+    token: Natural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +197,8 @@ class TokenEntry:
     """``position`` counts the tokens of the request drawn before this one, over all its jobs."""
 
     job_id: JobId
-    position: int
-    token: int
+    position: Natural
+    token: Natural
     logprob: TokenLogprob | None = None
     finish: FinishReason | None = None
 

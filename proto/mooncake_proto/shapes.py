@@ -22,6 +22,7 @@ Rule = Callable[[Any], str | None]
 
 TOKEN_BYTES: Final = 4
 _MAX_NATURAL: Final = 2**63 - 1
+_HEX_DIGITS: Final = frozenset("0123456789abcdef")
 _MISSING: Final = object()
 
 
@@ -47,6 +48,15 @@ def _not_multiple_of(size: int) -> Rule:
     return lambda value: f"{len(value)} bytes are no multiple of {size}" if len(value) % size else None
 
 
+def _not_one_key(value: bytes) -> str | None:
+    return None if len(value) == BLOCK_KEY_BYTES else f"expected {BLOCK_KEY_BYTES} bytes, got {len(value)}"
+
+
+def _not_hex_key(value: str) -> str | None:
+    is_hex = len(value) == 2 * BLOCK_KEY_BYTES and _HEX_DIGITS.issuperset(value)
+    return None if is_hex else f"expected {2 * BLOCK_KEY_BYTES} hex digits"
+
+
 Natural = Annotated[int, _not_natural]
 """A count, an index or a token id."""
 
@@ -55,6 +65,12 @@ PackedTokens = Annotated[bytes, _not_multiple_of(TOKEN_BYTES)]
 
 PackedKeys = Annotated[bytes, _not_multiple_of(BLOCK_KEY_BYTES)]
 """Concatenated block keys."""
+
+PackedKey = Annotated[bytes, _not_one_key]
+"""One block key."""
+
+HexKey = Annotated[str, _not_hex_key]
+"""One block key in lower-case hex."""
 
 
 def json_name(value: object) -> str:
@@ -154,10 +170,13 @@ def _optional(hint: Any) -> Decoder:
 def _tuple(hints: tuple[Any, ...]) -> Decoder:
     if len(hints) == 2 and hints[1] is Ellipsis:
         item = decoder_of(hints[0])
+        inline = {_inline_type(hints[0])}
 
         def many(value: Any) -> Any:
             if type(value) is not list:
                 raise Refused(f"expected a list, got {json_name(value)}")
+            if set(map(type, value)) == inline:
+                return tuple(value)
             done: list[Any] = []
             try:
                 for entry in value:
@@ -168,14 +187,17 @@ def _tuple(hints: tuple[Any, ...]) -> Decoder:
 
         return many
     items = [decoder_of(hint) for hint in hints]
+    inlines = [_inline_type(hint) for hint in hints]
 
     def fixed(value: Any) -> Any:
+        if type(value) is list and list(map(type, value)) == inlines:
+            return tuple(value)
         if type(value) is not list or len(value) != len(items):
             raise Refused(f"expected a list of {len(items)}")
         done: list[Any] = []
         try:
             for item, entry in zip(items, value, strict=True):
-                done.append(item(entry))  # noqa: PERF401
+                done.append(item(entry))
         except Refused as refused:
             raise refused.under(f"[{len(done)}]") from None
         return tuple(done)
@@ -205,39 +227,51 @@ def _mapping(key_hint: Any, value_hint: Any) -> Decoder:
 
 @functools.cache
 def object_decoder(cls: type) -> Decoder:
-    """The decoder of dataclass *cls* from a JSON object. Fields that *cls* does not know are ignored."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    plan = [
-        (f.name, _inline_type(hints[f.name]), decoder_of(hints[f.name]), _is_required(f))
-        for f in dataclasses.fields(cls)
-    ]
+    """The decoder of dataclass *cls* from a JSON object. Fields that *cls* does not know are ignored.
+
+    Objects are filled slot by slot, as the __init__ of a frozen dataclass does it too: this saves a dict and a call.
+    """
+    plan = _plan(cls)
+    new: Callable[[type], Any] = object.__new__
+    validate: Callable[[Any], None] | None = getattr(cls, "__post_init__", None)
 
     def build(value: Any) -> Any:
         if type(value) is not dict:
             raise Refused(f"expected an object, got {json_name(value)}")
-        found = {}
+        built = new(cls)
         name = ""
         try:
-            for name, inline, decode, required in plan:
+            for name, fill, inline, decode, default in plan:
                 given = value.get(name, _MISSING)
                 if type(given) is inline:
-                    found[name] = given
+                    fill(built, given)
                 elif given is not _MISSING:
-                    found[name] = decode(given)
-                elif required:
+                    fill(built, decode(given))
+                elif default is not dataclasses.MISSING:
+                    fill(built, default)
+                else:
                     raise Refused("missing")
         except Refused as refused:
             raise refused.under(f".{name}") from None
-        try:
-            return cls(**found)
-        except ValueError as error:  # a rule of the class's own __post_init__
-            raise Refused(str(error)) from error
+        if validate is not None:
+            try:
+                validate(built)
+            except ValueError as error:
+                raise Refused(str(error)) from error
+        return built
 
     return build
 
 
-def _is_required(field: "dataclasses.Field[Any]") -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+def _plan(cls: type) -> list[tuple[str, Callable[[Any, Any], None], type | None, Decoder, Any]]:
+    """For each field: its name, setter, type of values that need no decoding, decoder, and value when absent."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    if not hasattr(cls, "__slots__"):
+        raise TypeError(f"{cls.__name__} must be a dataclass with slots to travel")
+    return [
+        (f.name, getattr(cls, f.name).__set__, _inline_type(hints[f.name]), decoder_of(hints[f.name]), f.default)
+        for f in dataclasses.fields(cls)
+    ]
 
 
 def _inline_type(hint: Any) -> type | None:
@@ -247,5 +281,5 @@ def _inline_type(hint: Any) -> type | None:
     if hint in (str, int, bool, float, bytes):
         return typing.cast(type, hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return type(None)
+        return types.NoneType
     return None

@@ -1,7 +1,7 @@
 """Blocks and slices: workers ↔ their node's messenger, and messenger ↔ messenger.
 
-A worker first connects to the messenger's Unix socket (Attach tells its path), which hands it the arena's file descriptor
-and, by staying open, proves that the worker is alive: when it closes, everything the worker held is released.
+A worker first connects to the messenger's Unix socket (Attach tells its path), which hands it the arena's file
+descriptor and, by staying open, proves that the worker is alive: when it closes, all that the worker held is released.
 
 Moving KV, sender A and receiver B::
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from mooncake_proto.codec import message
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId
+from mooncake_proto.shapes import Natural, PackedKeys
 
 
 @message("transfer.attach")
@@ -29,7 +30,7 @@ class Attach:
 
     instance_id: InstanceId
     incarnation: Incarnation
-    block_bytes: int
+    block_bytes: Natural
 
 
 @message("transfer.arena_info")
@@ -41,8 +42,8 @@ class ArenaInfo:
     incarnation: Incarnation
     host_id: str
     socket_path: str
-    block_bytes: int
-    n_blocks: int
+    block_bytes: Natural
+    n_blocks: Natural
 
 
 @message("transfer.acquire")
@@ -59,14 +60,14 @@ class Acquire:
     job_id: JobId
     instance_id: InstanceId
     incarnation: Incarnation
-    keys: bytes
-    n_blocks: int
-    max_cached_blocks: int
+    keys: PackedKeys
+    n_blocks: Natural
+    max_cached_blocks: Natural
     fetch_from: str = ""
-    fetch_blocks: int = 0
+    fetch_blocks: Natural = 0
     landing: TransferId | None = None
-    landing_blocks: int = 0
-    landing_layers: int = 0
+    landing_blocks: Natural = 0
+    landing_layers: Natural = 0
 
 
 @message("transfer.acquired")
@@ -78,9 +79,9 @@ class Acquired:
     """
 
     job_id: JobId
-    blocks: tuple[int, ...]
-    cached_blocks: int
-    fetched_blocks: int = 0
+    blocks: tuple[Natural, ...]
+    cached_blocks: Natural
+    fetched_blocks: Natural = 0
 
 
 @message("transfer.grow")
@@ -96,23 +97,26 @@ class Grow:
 class Grown:
     """Job → new block; a job that is missing here got none (pool exhausted)."""
 
-    blocks: dict[str, int]
+    blocks: dict[str, Natural]
 
 
 @message("transfer.seal")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """One-way, worker → messenger: blocks ``first_block`` onwards of the job are whole; they become shared under ``keys``."""
+    """One-way, worker → messenger: blocks ``first_block`` onwards of the job are whole; ``keys`` shares them."""
 
     job_id: JobId
-    first_block: int
-    keys: bytes
+    first_block: Natural
+    keys: PackedKeys
 
 
 @message("transfer.release")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """The job is over at this worker and writes no more. Aborts its transfers. Answered by Ok; an unknown job is fine."""
+    """The job is over at this worker and writes no more. Aborts its transfers.
+
+    Answered by Ok; an unknown job is fine.
+    """
 
     job_id: JobId
 
@@ -125,20 +129,20 @@ class StartSend:
     job_id: JobId
     transfer_id: TransferId
     target: str
-    n_blocks: int
+    n_blocks: Natural
     deadline_s: float
 
 
 @message("transfer.slice_ready")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceReady:
-    """Layer ``layer`` of logical blocks ``first_block`` .. ``first_block + n_blocks - 1`` is written and will not change."""
+    """``n_layers`` layers from ``layer`` on of ``n_blocks`` logical blocks are written and will not change."""
 
     transfer_id: TransferId
-    layer: int
-    n_layers: int
-    first_block: int
-    n_blocks: int
+    layer: Natural
+    n_layers: Natural
+    first_block: Natural
+    n_blocks: Natural
 
 
 @message("transfer.finish_send")
@@ -156,9 +160,9 @@ class SendReport:
 
     transfer_id: TransferId
     transport: str
-    sent_bytes: int
-    overlapped_bytes: int
-    skipped_blocks: int
+    sent_bytes: Natural
+    overlapped_bytes: Natural
+    skipped_blocks: Natural
     elapsed_s: float
 
 
@@ -174,7 +178,7 @@ class AwaitLanding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landed:
     transfer_id: TransferId
-    received_bytes: int
+    received_bytes: Natural
     first_slice_s: float
     last_slice_s: float
 
@@ -196,9 +200,9 @@ class OpenTransfer:
 class Slot:
     """Logical block → block of the receiver's arena, with the generation that the right to write it is bound to."""
 
-    logical: int
-    block: int
-    generation: int
+    logical: Natural
+    block: Natural
+    generation: Natural
 
 
 @message("transfer.plan")
@@ -209,7 +213,7 @@ class TransferPlan:
     transfer_id: TransferId
     transport: str
     tcp_host: str
-    tcp_port: int
+    tcp_port: Natural
     token: str
     slots: tuple[Slot, ...]
 
@@ -221,10 +225,10 @@ class OfferedSlice:
     ``checksum`` is XXH3-64 of its bytes, where the sender was configured to compute it.
     """
 
-    logical: int
-    layer: int
-    n_layers: int
-    source_block: int
+    logical: Natural
+    layer: Natural
+    n_layers: Natural
+    source_block: Natural
     checksum: int | None
 
 
@@ -241,7 +245,7 @@ class SliceOffer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceAck:
     transfer_id: TransferId
-    slices: int
+    slices: Natural
 
 
 @message("transfer.abort")
@@ -256,14 +260,14 @@ class AbortTransfer:
 @message("transfer.push_blocks")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushBlocks:
-    """Messenger → the messenger that holds a prefix: send the sealed blocks ``keys`` into transfer ``transfer_id`` of ours.
+    """Messenger → the messenger that holds a prefix: send the sealed blocks ``keys`` into our ``transfer_id``.
 
     Logical block i of the transfer is the block under the i-th key. Answered by Pushing.
     """
 
     transfer_id: TransferId
     target: str
-    keys: bytes
+    keys: PackedKeys
     deadline_s: float
 
 
@@ -273,4 +277,4 @@ class Pushing:
     """How many blocks, from the first key on, the holder really has and now sends."""
 
     transfer_id: TransferId
-    n_blocks: int
+    n_blocks: Natural
