@@ -21,6 +21,7 @@ HOLDERS = ["job-a", "job-b", "send-c"]
 holders = st.sampled_from(HOLDERS)
 keys = st.sampled_from(KEYS)
 blocks = st.integers(0, N_BLOCKS - 1).map(BlockId)
+chains = st.lists(keys, max_size=4) | st.integers(0, 5).map(lambda n: KEYS[:n])
 leases = st.sampled_from([None, 2.0, 9.0])
 
 
@@ -89,7 +90,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.model.held.setdefault(holder, []).append(block)
         self._lease(holder, lease)
 
-    @rule(holder=holders, wanted=st.lists(keys, max_size=4), lease=leases)
+    @rule(holder=holders, wanted=chains, lease=leases)
     def match_and_hold(self, holder: str, wanted: list[BlockKey], lease: float | None) -> None:
         by_key = {key: block for block, key in self.model.key.items()}
         expected = []

@@ -1,0 +1,209 @@
+"""Which node holds which block, as the conductor knows it: a hint for placement, never a promise.
+
+Each key maps to an integer with one bit per node, so the nodes that hold a whole prefix are the AND along its chain,
+and one walk of the chain gives every node's prefix at once: a node's prefix ends where its bit drops out. Eviction on
+a node need not have been leaf-first for that.
+
+Memory is what an index of millions of entries is made of. An entry is one (key, node) pair. A key costs about 64
+bytes and its place in the map 60 to 100; each pair adds 30 to 55 in its node's set (and 64 for that node's own copy
+of a key which another node told first). Keys that one node alone holds share its bit as their value. The number of
+pairs is capped.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from mooncake_proto.ids import BlockKey, NodeId
+
+
+class PrefixIndex:
+    """Key → nodes. Mutations take O(1) per pair they change; nothing is ever scanned to count.
+
+    When more than ``max_entries`` pairs would be known, the keys that have been known longest are forgotten with all
+    their nodes. A chain loses its root that way and matches no more, so the cap belongs above the number of blocks of
+    the cluster: it guards the process, it is no eviction policy.
+    """
+
+    def __init__(self, *, max_entries: int) -> None:
+        if max_entries < 1:
+            raise ValueError(f"max_entries must be at least 1, got {max_entries}")
+        self._max_entries = max_entries
+        self._entries = 0
+        self._masks: dict[BlockKey, int] = {}
+        self._arrivals = _Arrivals()
+        self._slot_of: dict[NodeId, int] = {}
+        self._slots: list[_Slot | None] = []
+
+    @property
+    def entries(self) -> int:
+        """Known (key, node) pairs."""
+        return self._entries
+
+    @property
+    def n_keys(self) -> int:
+        return len(self._masks)
+
+    def blocks(self, node: NodeId) -> int:
+        """How many keys *node* is known to hold."""
+        slot = self._slot_of.get(node)
+        return 0 if slot is None else len(self._at(slot).keys)
+
+    def nodes(self) -> list[NodeId]:
+        """Nodes that were told of and not dropped, oldest first."""
+        return list(self._slot_of)
+
+    def prefix_blocks(self, keys: Sequence[BlockKey]) -> dict[NodeId, int]:
+        """Blocks of the longest prefix of *keys* on each node that holds at least the first. Changes nothing."""
+        found: dict[NodeId, int] = {}
+        if not keys:
+            return found
+        alive = self._masks.get(keys[0], 0)
+        for depth, key in enumerate(keys):
+            still = alive & self._masks.get(key, 0)
+            if still != alive:
+                self._record(found, alive ^ still, depth)
+                alive = still
+            if not alive:
+                return found
+        self._record(found, alive, len(keys))
+        return found
+
+    def apply_stored(self, node: NodeId, key: BlockKey) -> None:
+        """*node* holds *key*. Known already: no change."""
+        slot = self._at(self._slot_for(node))
+        if key in slot.keys:
+            return
+        mask = self._masks.get(key)
+        if mask is None:
+            self._arrivals.arrived(key)
+            self._masks[key] = slot.bit
+        else:
+            self._masks[key] = mask | slot.bit
+        slot.keys.add(key)
+        self._entries += 1
+        while self._entries > self._max_entries:
+            self._forget_oldest()
+
+    def apply_removed(self, node: NodeId, key: BlockKey) -> None:
+        """*node* holds *key* no more. Not known: no change."""
+        number = self._slot_of.get(node)
+        if number is None:
+            return
+        slot = self._at(number)
+        if key in slot.keys:
+            slot.keys.remove(key)
+            self._clear_bit(slot, key)
+
+    def replace(self, node: NodeId, keys: Iterable[BlockKey]) -> None:
+        """*node* holds exactly *keys*. What it held before and holds still keeps its age."""
+        slot = self._at(self._slot_for(node))
+        wanted = dict.fromkeys(keys)
+        for key in slot.keys - wanted.keys():
+            self.apply_removed(node, key)
+        for key in wanted:
+            self.apply_stored(node, key)
+
+    def drop_node(self, node: NodeId) -> None:
+        """Forget *node* and everything about it."""
+        number = self._slot_of.pop(node, None)
+        if number is None:
+            return
+        slot = self._at(number)
+        self._slots[number] = None
+        for key in slot.keys:
+            self._clear_bit(slot, key)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _at(self, number: int) -> "_Slot":
+        slot = self._slots[number]
+        assert slot is not None
+        return slot
+
+    def _slot_for(self, node: NodeId) -> int:
+        number = self._slot_of.get(node)
+        if number is None:
+            number = self._slots.index(None) if None in self._slots else len(self._slots)
+            if number == len(self._slots):
+                self._slots.append(None)
+            self._slots[number] = _Slot(node, number)
+            self._slot_of[node] = number
+        return number
+
+    def _record(self, found: dict[NodeId, int], mask: int, depth: int) -> None:
+        for number in _bits(mask):
+            found[self._at(number).node] = depth
+
+    def _clear_bit(self, slot: "_Slot", key: BlockKey) -> None:
+        mask = self._masks[key] ^ slot.bit
+        if mask:
+            self._masks[key] = mask
+        else:
+            del self._masks[key]
+            self._arrivals.gone(key)
+            self._arrivals.compact(self._masks)
+        self._entries -= 1
+
+    def _forget_oldest(self) -> None:
+        key = self._arrivals.pop_oldest()
+        for number in _bits(self._masks.pop(key)):
+            self._at(number).keys.remove(key)
+            self._entries -= 1
+
+
+class _Slot:
+    """One node's bit and keys. ``bit`` is one object, shared by the map's values."""
+
+    __slots__ = ("bit", "keys", "node")
+
+    def __init__(self, node: NodeId, number: int) -> None:
+        self.node = node
+        self.bit = 1 << number
+        self.keys: set[BlockKey] = set()
+
+
+class _Arrivals:
+    """Keys in order of arrival: 8 bytes a key, where an OrderedDict would take over 60.
+
+    A key that went leaves its place in the queue behind. Places of one key leave in the order they came, so counting
+    the stale ones is enough to tell them from the valid one.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[BlockKey] = deque()
+        self._stale: dict[BlockKey, int] = {}
+        self._n_stale = 0
+
+    def arrived(self, key: BlockKey) -> None:
+        self._queue.append(key)
+
+    def gone(self, key: BlockKey) -> None:
+        self._stale[key] = self._stale.get(key, 0) + 1
+        self._n_stale += 1
+
+    def compact(self, present: dict[BlockKey, int]) -> None:
+        """Drop the stale places once they outnumber *present*, the keys in order of arrival (as dicts have them)."""
+        if self._n_stale > 1024 + len(present):
+            self._queue = deque(present)
+            self._stale.clear()
+            self._n_stale = 0
+
+    def pop_oldest(self) -> BlockKey:
+        while True:
+            key = self._queue.popleft()
+            stale = self._stale.get(key)
+            if stale is None:
+                return key
+            self._n_stale -= 1
+            if stale == 1:
+                del self._stale[key]
+            else:
+                self._stale[key] = stale - 1
+
+
+def _bits(mask: int) -> Iterator[int]:
+    """Numbers of the set bits, ascending."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest

@@ -1,0 +1,224 @@
+"""The conductor's index against brute force, and the event stream against a link that loses, repeats and reorders."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mooncake_mesh.kv.block_pool import PoolEvent
+from mooncake_mesh.kv.event_stream import EventLog, FeedRefused, NodeFeed, Unsendable
+from mooncake_mesh.kv.prefix_index import PrefixIndex
+from mooncake_proto.ids import BlockKey, Incarnation, NodeId
+from mooncake_proto.kvcache import KvChange, KvEvents, KvSnapshot
+
+KEYS = [BlockKey(bytes([i]) * 16) for i in range(8)]
+NODES = [NodeId(f"node-{i}") for i in range(4)]
+
+keys = st.sampled_from(KEYS)
+nodes = st.sampled_from(NODES)
+chains = st.lists(keys, unique=True, max_size=8) | st.integers(0, 8).map(lambda n: KEYS[:n])
+
+
+def brute_force(known: dict[NodeId, set[BlockKey]], chain: list[BlockKey]) -> dict[NodeId, int]:
+    found = {}
+    for node, mine in known.items():
+        depth = 0
+        while depth < len(chain) and chain[depth] in mine:
+            depth += 1
+        if depth:
+            found[node] = depth
+    return found
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Direct calls, with a cap that is often reached."""
+
+    CAP = 14
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(max_entries=self.CAP)
+        self.known: dict[NodeId, set[BlockKey]] = {}
+        self.arrived: list[BlockKey] = []
+
+    @rule(node=nodes, key=keys)
+    def stored(self, node: NodeId, key: BlockKey) -> None:
+        self.index.apply_stored(node, key)
+        self._store(node, key)
+
+    @rule(node=nodes, key=keys)
+    def removed(self, node: NodeId, key: BlockKey) -> None:
+        self.index.apply_removed(node, key)
+        if node in self.known:
+            self.known[node].discard(key)
+        self._forget_unheld()
+
+    @rule(node=nodes, chain=chains)
+    def replaced(self, node: NodeId, chain: list[BlockKey]) -> None:
+        self.index.replace(node, chain)
+        self.known.setdefault(node, set()).intersection_update(chain)
+        self._forget_unheld()
+        for key in chain:
+            self._store(node, key)
+
+    @rule(node=nodes)
+    def dropped(self, node: NodeId) -> None:
+        self.index.drop_node(node)
+        self.known.pop(node, None)
+        self._forget_unheld()
+
+    @rule(chain=st.lists(keys, max_size=10) | chains)
+    def looked_up(self, chain: list[BlockKey]) -> None:
+        assert self.index.prefix_blocks(chain) == brute_force(self.known, chain)
+
+    def _store(self, node: NodeId, key: BlockKey) -> None:
+        self.known.setdefault(node, set()).add(key)
+        if key not in self.arrived:
+            self.arrived.append(key)
+        while sum(map(len, self.known.values())) > self.CAP:
+            oldest = self.arrived.pop(0)
+            for mine in self.known.values():
+                mine.discard(oldest)
+
+    def _forget_unheld(self) -> None:
+        self.arrived = [key for key in self.arrived if any(key in mine for mine in self.known.values())]
+
+    @invariant()
+    def knows_exactly_this(self) -> None:
+        assert set(self.index.nodes()) == set(self.known)
+        assert self.index.entries == sum(map(len, self.known.values())) <= self.CAP
+        assert self.index.n_keys == len(self.arrived)
+        for node in NODES:
+            assert self.index.blocks(node) == len(self.known.get(node, ()))
+        for key in KEYS:
+            holders = {node: 1 for node, mine in self.known.items() if key in mine}
+            assert self.index.prefix_blocks([key]) == holders
+
+
+Message = KvEvents | KvSnapshot
+
+
+@dataclass
+class Messenger:
+    """A node's truth. ``states[n]`` is what it held after its event n."""
+
+    node: NodeId
+    incarnation: Incarnation
+    log: EventLog
+    held: set[BlockKey] = field(default_factory=set)
+    states: list[frozenset[BlockKey]] = field(default_factory=lambda: [frozenset()])
+    expected_seq: int = 1
+
+    def change(self, change: KvChange, key: BlockKey) -> None:
+        self.log.append([PoolEvent(change=change, key=key)])
+        (self.held.add if change is KvChange.STORED else self.held.remove)(key)
+        self.states.append(frozenset(self.held))
+
+    def message(self, max_events: int) -> Message:
+        batch = self.log.batch(self.expected_seq, max_events=max_events)
+        if batch is Unsendable.NOTHING_NEW:
+            return self.log.probe()
+        if batch is Unsendable.EVENTS_GONE:
+            return self.log.snapshot(self.held)
+        assert isinstance(batch, KvEvents)
+        return batch
+
+
+class StreamMachine(RuleBasedStateMachine):
+    """Messengers and a conductor with a bad network between them; everybody may die and come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lives = 0
+        self.index = PrefixIndex(max_entries=1_000)
+        self.messengers: dict[NodeId, Messenger] = {}
+        self.feeds: dict[NodeId, NodeFeed] = {}
+        self.wire: list[Message] = []
+        for node in NODES[:2]:
+            self.messenger_starts(node)
+
+    @rule(node=nodes)
+    def messenger_starts(self, node: NodeId) -> None:
+        self.lives += 1
+        incarnation = Incarnation(f"{self.lives:016x}")
+        log = EventLog(node, incarnation, replay_events=4)
+        self.messengers[node] = Messenger(node=node, incarnation=incarnation, log=log)
+        self.feeds[node] = NodeFeed(self.index, node, incarnation)
+
+    @precondition(lambda self: self.messengers)
+    @rule(data=st.data())
+    def messenger_dies(self, data: st.DataObject) -> None:
+        node = data.draw(st.sampled_from(sorted(self.messengers)))
+        del self.messengers[node]
+        del self.feeds[node]
+        self.index.drop_node(node)
+
+    @rule()
+    def conductor_restarts(self) -> None:
+        self.index = PrefixIndex(max_entries=1_000)
+        self.feeds = {node: NodeFeed(self.index, node, m.incarnation) for node, m in self.messengers.items()}
+
+    @precondition(lambda self: self.messengers)
+    @rule(data=st.data(), key=keys)
+    def pool_changes(self, data: st.DataObject, key: BlockKey) -> None:
+        messenger = self.messengers[data.draw(st.sampled_from(sorted(self.messengers)))]
+        messenger.change(KvChange.REMOVED if key in messenger.held else KvChange.STORED, key)
+
+    @precondition(lambda self: self.messengers)
+    @rule(data=st.data(), max_events=st.integers(1, 3))
+    def sends(self, data: st.DataObject, max_events: int) -> None:
+        node = data.draw(st.sampled_from(sorted(self.messengers)))
+        self.wire.append(self.messengers[node].message(max_events))
+
+    @precondition(lambda self: self.wire)
+    @rule(data=st.data(), fate=st.sampled_from(["once", "again later", "lost", "answer lost"]))
+    def link_delivers(self, data: st.DataObject, fate: str) -> None:
+        position = data.draw(st.integers(0, len(self.wire) - 1))
+        message = self.wire[position] if fate == "again later" else self.wire.pop(position)
+        if fate != "lost":
+            self._deliver(message, answered=fate != "answer lost")
+
+    def _deliver(self, message: Message, *, answered: bool) -> None:
+        feed = self.feeds.get(message.node_id)
+        if feed is None:
+            return
+        handle: Callable[[], object] = (
+            (lambda: feed.feed(message)) if isinstance(message, KvEvents) else (lambda: feed.snapshot(message))
+        )
+        ack = handle()
+        messenger = self.messengers[message.node_id]
+        if isinstance(ack, FeedRefused):
+            assert message.incarnation != messenger.incarnation
+            return
+        assert message.incarnation == messenger.incarnation
+        before = self._contents(message.node_id)
+        assert handle() == ack, "the same message again is answered alike"
+        assert self._contents(message.node_id) == before, "and changes nothing"
+        if answered:
+            messenger.expected_seq = ack.next_seq
+
+    def _contents(self, node: NodeId) -> frozenset[BlockKey]:
+        return frozenset(key for key in KEYS if node in self.index.prefix_blocks([key]))
+
+    @rule()
+    def network_heals(self) -> None:
+        for node, messenger in self.messengers.items():
+            for _ in range(100):
+                self._deliver(messenger.message(2), answered=True)
+                if self.feeds[node].next_seq == messenger.log.next_seq == messenger.expected_seq:
+                    break
+            assert self._contents(node) == messenger.held
+
+    @invariant()
+    def index_is_a_past_truth_of_each_living_node(self) -> None:
+        assert set(self.index.nodes()) <= set(self.messengers), "a dead node appears"
+        for node, messenger in self.messengers.items():
+            assert self._contents(node) == messenger.states[self.feeds[node].next_seq - 1]
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(deadline=None)
+TestStreamMachine = StreamMachine.TestCase
+TestStreamMachine.settings = settings(deadline=None)
