@@ -130,6 +130,7 @@ class StartSend:
     transfer_id: TransferId
     target: str
     n_blocks: Natural
+    layers: Natural
     deadline_s: float
 
 

@@ -146,12 +146,16 @@ def _holder(hello: bytes) -> Holder:
 
 
 class BorrowedArena:
-    """Somebody else's arena, mapped here. ``lost`` is set when its owner is gone (the memory stays readable)."""
+    """Somebody else's arena, mapped here. ``lost`` is set when its owner is gone (the memory stays readable).
+
+    ``in_use`` counts the copies that read it; it must be 0 at :meth:`close`.
+    """
 
     def __init__(self, arena: Arena, connection: socket.socket, owner: Incarnation) -> None:
         self._connection = connection
         self.arena = arena
         self.owner = owner
+        self.in_use = 0
         self.lost = asyncio.Event()
         asyncio.get_running_loop().add_reader(connection, self._on_readable)
 

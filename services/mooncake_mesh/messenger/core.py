@@ -1,0 +1,199 @@
+"""What a messenger decides, pure: who holds which blocks for which job, and what may land in them.
+
+Every job belongs to one worker process (instance and incarnation); when that process is gone, all it held goes with it.
+A transfer into a job's blocks is a landing; it ends before or with its job.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from mooncake_mesh.errors import InvalidRequest, NoFreeBlocks, SliceLost, TransferError
+from mooncake_mesh.kv.block_hash import split_keys
+from mooncake_mesh.kv.block_pool import BlockPool, NoRoom, Sealed
+from mooncake_mesh.messenger.landing import Landing, LandingState
+from mooncake_mesh.messenger.sending import Outbound
+from mooncake_proto.ids import BlockId, BlockKey, Incarnation, InstanceId, JobId, TransferId
+from mooncake_proto.transfer import Acquire, Acquired, PushBlocks, Slot
+
+_WHOLE: Final = 1
+"""Layers of a transfer that moves blocks whole."""
+
+
+@dataclass(slots=True)
+class _Job:
+    instance_id: InstanceId
+    incarnation: Incarnation
+    blocks: list[BlockId]
+    keys: list[BlockKey]
+    landing: Landing | None = None
+
+
+class MessengerCore:
+    """Jobs, landings and outbound transfers over one pool. Called from one thread; keeps no clock."""
+
+    def __init__(self, *, n_blocks: int, block_bytes: int) -> None:
+        self.pool = BlockPool(n_blocks)
+        self.block_bytes = block_bytes
+        self._jobs: dict[JobId, _Job] = {}
+        self._landings: dict[TransferId, Landing] = {}
+        self._outbound: dict[TransferId, Outbound] = {}
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def n_jobs(self) -> int:
+        return len(self._jobs)
+
+    def missing_prefix(self, request: Acquire) -> list[BlockKey]:
+        """Keys worth fetching from another node for *request*: those past what this arena holds of its prefix."""
+        wanted = list(islice(split_keys(request.keys), min(request.fetch_blocks, request.max_cached_blocks)))
+        return wanted[len(self.pool.match(wanted)) :]
+
+    def acquire(self, request: Acquire, now_s: float) -> Acquired | NoRoom:
+        """Blocks for a job: the sealed prefix referenced, the rest reserved, the landing opened. All or nothing.
+
+        Raises InvalidRequest for a job that exists, or that could never fit; NoRoom means not now.
+        """
+        if request.job_id in self._jobs:
+            raise InvalidRequest(f"job {request.job_id} has its blocks already", param="job_id")
+        if request.n_blocks > self.pool.n_blocks:
+            raise InvalidRequest(f"{request.n_blocks} blocks exceed the arena's {self.pool.n_blocks}", param="n_blocks")
+        keys = list(split_keys(request.keys))
+        cached = self.pool.match(keys[: min(request.max_cached_blocks, request.n_blocks)])
+        holder = _holder(request.job_id)
+        self.pool.hold(holder, cached)
+        fresh = self.pool.reserve(holder, request.n_blocks - len(cached))
+        if isinstance(fresh, NoRoom):
+            self.pool.release(holder)
+            return fresh
+        job = _Job(request.instance_id, request.incarnation, [*cached, *fresh], keys)
+        self._jobs[request.job_id] = job
+        if request.landing is not None:
+            last = min(request.landing_blocks, request.n_blocks)
+            self._open(job, request.job_id, request.landing, range(len(cached), last), request.landing_layers, now_s)
+        return Acquired(job_id=request.job_id, blocks=tuple(job.blocks), cached_blocks=len(cached))
+
+    def grow(self, job_id: JobId) -> BlockId | None:
+        """One more block for a job; None when the pool has none or the job is gone."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            return None
+        got = self.pool.reserve(_holder(job_id), 1)
+        if isinstance(got, NoRoom):
+            return None
+        job.blocks.append(got[0])
+        return got[0]
+
+    def seal(self, job_id: JobId, first_block: int, keys: Sequence[BlockKey]) -> int:
+        """Share whole blocks of a job; how many became findable (a twin under the same key leaves a block private).
+
+        A job that is gone seals nothing: its release overtook the message.
+        """
+        job = self._jobs.get(job_id)
+        if job is None:
+            return 0
+        if first_block < 0 or first_block + len(keys) > len(job.blocks):
+            raise InvalidRequest(f"job {job_id} has no blocks {first_block}..{first_block + len(keys) - 1}")
+        pairs = zip(job.blocks[first_block:], keys, strict=False)
+        return sum(isinstance(self.pool.seal(_holder(job_id), block, key), Sealed) for block, key in pairs)
+
+    def release(self, job_id: JobId, why: str) -> list[TransferId]:
+        """End a job; the transfers (in or out) that ended with it. An unknown job is fine."""
+        job = self._jobs.pop(job_id, None)
+        if job is None:
+            return []
+        ended = [outbound.transfer_id for outbound in self._outbound.values() if outbound.job_id == job_id]
+        for transfer_id in ended:
+            del self._outbound[transfer_id]
+        if job.landing is not None:
+            job.landing.fail(why)
+            del self._landings[job.landing.transfer_id]
+            ended.append(job.landing.transfer_id)
+        self.pool.release(_holder(job_id))
+        return ended
+
+    def all_jobs(self) -> list[JobId]:
+        return list(self._jobs)
+
+    def jobs_of(self, instance_id: InstanceId, incarnation: Incarnation) -> list[JobId]:
+        """Jobs of one worker process."""
+        return [
+            job_id
+            for job_id, job in self._jobs.items()
+            if job.instance_id == instance_id and job.incarnation == incarnation
+        ]
+
+    # --- landings -----------------------------------------------------------------------------------------------------
+
+    def landing(self, transfer_id: TransferId) -> Landing | None:
+        return self._landings.get(transfer_id)
+
+    def open_fetch(self, transfer_id: TransferId, owner: Acquire, keys: Sequence[BlockKey], now_s: float) -> Landing:
+        """Reserve blocks for a prefix that another node will push; a job of its own, named after the transfer.
+
+        Whole blocks travel, so they count as one layer.
+
+        Raises NoFreeBlocks: a fetch is an optimisation and waits for nobody.
+        """
+        job_id = JobId(transfer_id)
+        blocks = self.pool.reserve(_holder(job_id), len(keys))
+        if isinstance(blocks, NoRoom):
+            raise NoFreeBlocks(f"no room to fetch {len(keys)} blocks")
+        job = _Job(owner.instance_id, owner.incarnation, blocks, list(keys))
+        self._jobs[job_id] = job
+        return self._open(job, job_id, transfer_id, range(len(keys)), _WHOLE, now_s)
+
+    def settle(self, landing: Landing) -> None:
+        """After writes into a landing ended: once it has landed, share its whole blocks."""
+        if landing.state is not LandingState.LANDED or landing.transfer_id not in self._landings:
+            return
+        job = self._jobs[landing.job_id]
+        for slot in landing.slots:
+            if slot.logical < len(job.keys):
+                self.pool.seal(_holder(landing.job_id), BlockId(slot.block), job.keys[slot.logical])
+
+    def _open(
+        self, job: _Job, job_id: JobId, transfer_id: TransferId, logicals: range, layers: int, now_s: float
+    ) -> Landing:
+        if layers < 1 or self.block_bytes % layers:
+            raise InvalidRequest(f"{layers} layers do not divide a block of {self.block_bytes} bytes")
+        slots = [Slot(logical=i, block=job.blocks[i], generation=self.pool.generation(job.blocks[i])) for i in logicals]
+        slice_bytes = self.block_bytes // layers
+        landing = Landing(transfer_id, job_id, slots, layers=layers, slice_bytes=slice_bytes, now_s=now_s)
+        job.landing = landing
+        self._landings[transfer_id] = landing
+        return landing
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def outbound(self, transfer_id: TransferId) -> Outbound | None:
+        return self._outbound.get(transfer_id)
+
+    def start_send(self, transfer_id: TransferId, job_id: JobId, n_blocks: int, layers: int) -> Outbound:
+        """Open the sending side for the first *n_blocks* blocks of a job. Raises SliceLost for an unknown job."""
+        job = self._jobs.get(job_id)
+        if job is None or transfer_id in self._outbound or n_blocks > len(job.blocks):
+            raise SliceLost(f"job {job_id} cannot send {n_blocks} blocks as transfer {transfer_id}")
+        return self._outbox(transfer_id, job_id, job.blocks[:n_blocks], layers)
+
+    def start_push(self, request: PushBlocks, owner: InstanceId, incarnation: Incarnation) -> Outbound:
+        """Hold and send what is here of a prefix that a peer asks for; a job of its own, as :meth:`open_fetch`."""
+        job_id = JobId(f"push-{request.transfer_id}")
+        if job_id in self._jobs:
+            raise TransferError(f"transfer {request.transfer_id} is being pushed already")
+        keys = list(split_keys(request.keys))
+        blocks = self.pool.match(keys)
+        self.pool.hold(_holder(job_id), blocks)
+        self._jobs[job_id] = _Job(owner, incarnation, blocks, keys)
+        return self._outbox(request.transfer_id, job_id, blocks, _WHOLE)
+
+    def _outbox(self, transfer_id: TransferId, job_id: JobId, blocks: Sequence[BlockId], layers: int) -> Outbound:
+        outbound = Outbound(transfer_id, job_id, blocks, layers=layers, slice_bytes=self.block_bytes // layers)
+        self._outbound[transfer_id] = outbound
+        return outbound
+
+
+def _holder(job_id: JobId) -> str:
+    return f"job:{job_id}"

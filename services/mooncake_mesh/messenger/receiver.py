@@ -1,0 +1,193 @@
+"""Landing KV in this node's arena: plans for senders, slices by shared memory or TCP, word to the decode worker."""
+
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from time import monotonic
+
+import structlog
+
+from mooncake_mesh.config import TransportKind
+from mooncake_mesh.errors import PeerUnreachable, SliceLost, TransferError
+from mooncake_mesh.mesh.arena import BorrowedArena
+from mooncake_mesh.mesh.bell import Bell
+from mooncake_mesh.messenger.core import MessengerCore
+from mooncake_mesh.messenger.landing import Destination, Landing, LandingState, SliceSpan
+from mooncake_mesh.messenger.transports.shm import Copy, SourceArenas, copy_in
+from mooncake_mesh.messenger.transports.tcp import Incoming
+from mooncake_proto.ids import TransferId
+from mooncake_proto.transfer import (
+    ArenaInfo,
+    Landed,
+    OfferedSlice,
+    OpenTransfer,
+    SliceAck,
+    SliceOffer,
+    TransferPlan,
+)
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A landing whose sender has its plan."""
+
+    landing: Landing
+    token: bytes
+    source: BorrowedArena | None
+
+
+class Receiver:
+    """All transfers on their way in. Everything runs on the event loop, copies on *threads*."""
+
+    def __init__(
+        self,
+        core: MessengerCore,
+        arena: memoryview,
+        me: ArenaInfo,
+        sources: SourceArenas,
+        threads: ThreadPoolExecutor,
+        *,
+        transport: TransportKind,
+        data_host: str,
+    ) -> None:
+        self._core = core
+        self._arena = arena
+        self._me = me
+        self._sources = sources
+        self._threads = threads
+        self._transport = transport
+        self._data_host = data_host
+        self._opened: dict[TransferId, _Opened] = {}
+        self._by_token: dict[bytes, _Opened] = {}
+        self.changed = Bell()
+        self.received_bytes = 0
+        self.data_port = 0
+
+    async def open(self, request: OpenTransfer) -> TransferPlan:
+        """Tell a sender where its blocks go. Waits for the landing to be reserved (the call's deadline bounds it)."""
+        landing = await self.changed.until(lambda: self._core.landing(request.transfer_id))
+        if request.source.block_bytes != self._core.block_bytes:
+            raise TransferError(
+                f"blocks of {request.source.block_bytes} bytes do not fit this arena's of {self._core.block_bytes}"
+            )
+        transport, source = await self._choose(request)
+        token = secrets.token_bytes(16)
+        opened = _Opened(landing=landing, token=token, source=source)
+        self._opened[request.transfer_id] = self._by_token[token] = opened
+        return TransferPlan(
+            transfer_id=request.transfer_id,
+            transport=transport,
+            tcp_host=self._data_host,
+            tcp_port=self.data_port,
+            token=token.hex(),
+            slots=landing.slots,
+        )
+
+    async def landed(self, transfer_id: TransferId) -> Landed:
+        """Wait until a landing is over. Raises SliceLost when it failed or never was."""
+        landing = self._core.landing(transfer_id)
+        if landing is None:
+            raise SliceLost(f"no landing for transfer {transfer_id}")
+        await self.changed.until(lambda: None if landing.state is LandingState.OPEN else landing)
+        if landing.state is LandingState.FAILED:
+            raise SliceLost(f"transfer {transfer_id}: {landing.failure}")
+        return Landed(
+            transfer_id=transfer_id,
+            received_bytes=landing.received_bytes,
+            first_slice_s=landing.first_slice_s - landing.opened_s,
+            last_slice_s=landing.last_slice_s - landing.opened_s,
+        )
+
+    def abort(self, transfer_id: TransferId, why: str) -> None:
+        """The sender has given up."""
+        landing = self._core.landing(transfer_id)
+        if landing is not None:
+            landing.fail(why)
+            self.changed.ring()
+
+    def forget(self, transfer_id: TransferId) -> None:
+        """The landing has ended with its job; late slices find nothing."""
+        opened = self._opened.pop(transfer_id, None)
+        if opened is not None:
+            del self._by_token[opened.token]
+        self.changed.ring()
+
+    # --- shared memory ------------------------------------------------------------------------------------------------
+
+    async def take_offer(self, offer: SliceOffer) -> SliceAck:
+        """Copy what a sender of this host offers. Raises TransferError; the landing has failed then."""
+        opened = self._opened.get(offer.transfer_id)
+        if opened is None or opened.source is None:
+            raise SliceLost(f"no landing for transfer {offer.transfer_id}")
+        offered = {_span(item): item for item in offer.slices}
+        destinations = opened.landing.admit(list(offered), self._core.pool)
+        copies = [self._copy(offered[place.span], place, opened.landing.layers) for place in destinations]
+        error: TransferError | None = SliceLost("the copy was interrupted")
+        try:
+            await copy_in(copies, opened.source, self._arena, self._threads)
+            error = None
+        except TransferError as caught:
+            error = caught
+            raise
+        finally:
+            self._finish(opened, destinations, error)
+        return SliceAck(transfer_id=offer.transfer_id, slices=len(offer.slices))
+
+    def _copy(self, item: OfferedSlice, place: Destination, layers: int) -> Copy:
+        slice_bytes = self._core.block_bytes // layers
+        offset = (item.source_block * layers + item.layer) * slice_bytes
+        return Copy(destination=place, source_offset=offset, checksum=item.checksum)
+
+    async def _choose(self, request: OpenTransfer) -> tuple[str, BorrowedArena | None]:
+        """Transport of this transfer. A transport that was asked for by name is never replaced by another."""
+        mine = (TransportKind.SHM, TransportKind.TCP) if self._transport is TransportKind.AUTO else (self._transport,)
+        common = [kind.value for kind in mine if kind.value in request.transports]
+        if TransportKind.SHM.value in common and request.source.host_id == self._me.host_id:
+            try:
+                return TransportKind.SHM.value, await self._sources.map(request.source)
+            except PeerUnreachable as error:
+                log.warning("shm_unreachable", peer=request.source.node_id, error=str(error))
+        if TransportKind.TCP.value in common:
+            return TransportKind.TCP.value, None
+        raise TransferError(
+            f"no common transport: {request.source.node_id} offers {', '.join(request.transports)}, "
+            f"{self._me.node_id} takes {', '.join(kind.value for kind in mine)}"
+        )
+
+    # --- TCP (called by transports/tcp.py) ------------------------------------------------------------------
+
+    async def begin(self, token: bytes, incoming: Sequence[Incoming]) -> list[Destination]:
+        opened = self._by_token.get(token)
+        if opened is None:
+            raise SliceLost("no landing for this token")
+        slice_bytes = self._core.block_bytes // opened.landing.layers
+        for item in incoming:
+            if item.size_bytes != item.span.n_layers * slice_bytes:
+                raise SliceLost(f"{item.span} with {item.size_bytes} bytes is no slice of this arena")
+        return opened.landing.admit([item.span for item in incoming], self._core.pool)
+
+    async def end(self, token: bytes, destinations: Sequence[Destination], error: TransferError | None) -> None:
+        opened = self._by_token.get(token)
+        if opened is None:  # the job ended while its slice was on the wire
+            for place in destinations:
+                self._core.pool.end_write(place.block)
+            return
+        self._finish(opened, destinations, error)
+
+    def _finish(self, opened: _Opened, destinations: Sequence[Destination], error: TransferError | None) -> None:
+        if error is not None:
+            opened.landing.spoiled(destinations, self._core.pool, str(error))
+            log.warning("transfer_failed", transfer_id=opened.landing.transfer_id, code=error.code, error=str(error))
+        else:
+            opened.landing.written(destinations, self._core.pool, monotonic())
+            self.received_bytes += sum(place.size_bytes for place in destinations)
+            self._core.settle(opened.landing)
+        if opened.landing.state is not LandingState.OPEN:
+            self.changed.ring()
+
+
+def _span(item: OfferedSlice) -> SliceSpan:
+    return SliceSpan(logical=item.logical, layer=item.layer, n_layers=item.n_layers)

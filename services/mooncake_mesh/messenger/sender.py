@@ -1,0 +1,176 @@
+"""Streaming KV out of this node's arena while prefill still computes: one task for each transfer."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Final
+
+import structlog
+
+from mooncake_mesh.config import ChecksumKind, TransportKind
+from mooncake_mesh.errors import MeshError, MooncakeError, SliceLost, TransferError
+from mooncake_mesh.mesh.phonebook import Phonebook
+from mooncake_mesh.messenger.sending import Outbound, OutgoingSlice
+from mooncake_mesh.messenger.transports.api import SealedSlice, SendPath, checksum
+from mooncake_mesh.messenger.transports.shm import ShmSendPath
+from mooncake_mesh.messenger.transports.tcp import TcpConnections, TcpSendPath
+from mooncake_proto.ids import TransferId
+from mooncake_proto.transfer import AbortTransfer, ArenaInfo, OpenTransfer, SendReport, SliceReady, TransferPlan
+
+log = structlog.get_logger(__name__)
+
+_BATCH_BYTES: Final = 8 << 20
+_INLINE_BYTES: Final = 64 << 10
+_ACK_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(slots=True)
+class _Sending:
+    outbound: Outbound
+    target: str
+    started_s: float
+    task: asyncio.Task[None] | None = None
+    transport: str = ""
+    failure: TransferError | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Sender:
+    """All transfers on their way out."""
+
+    def __init__(
+        self,
+        arena: memoryview,
+        me: ArenaInfo,
+        peers: Phonebook,
+        tasks: asyncio.TaskGroup,
+        threads: ThreadPoolExecutor,
+        *,
+        transport: TransportKind,
+        checksums: ChecksumKind,
+        tcp_connections: int,
+    ) -> None:
+        self._arena = arena
+        self._me = me
+        self._peers = peers
+        self._tasks = tasks
+        self._threads = threads
+        self._offered = ("shm", "tcp") if transport is TransportKind.AUTO else (transport.value,)
+        self._checksums = checksums
+        self._tcp_connections = tcp_connections
+        self._tcp: dict[tuple[str, int], TcpConnections] = {}
+        self._sending: dict[TransferId, _Sending] = {}
+        self.sent_bytes = 0
+        self.transports: set[str] = set()
+
+    def start(self, outbound: Outbound, target: str, deadline_s: float) -> None:
+        """Begin a transfer to the messenger at *target*; slices follow by :meth:`announce`."""
+        sending = _Sending(outbound=outbound, target=target, started_s=monotonic())
+        self._sending[outbound.transfer_id] = sending
+        sending.task = self._tasks.create_task(self._run(sending, deadline_s))
+
+    def announce(self, ready: SliceReady) -> None:
+        """Slices of a running transfer are written. A transfer that has ended is ignored: its job was released."""
+        sending = self._sending.get(ready.transfer_id)
+        if sending is not None:
+            sending.outbound.ready(ready)
+            sending.wake.set()
+
+    async def finish(self, transfer_id: TransferId) -> SendReport:
+        """Wait until all announced slices are acknowledged. Raises TransferError."""
+        sending = self._sending.get(transfer_id)
+        if sending is None:
+            raise SliceLost(f"no transfer {transfer_id} on its way out")
+        sending.outbound.finish()
+        sending.wake.set()
+        await sending.done.wait()
+        if sending.failure is not None:
+            raise sending.failure
+        return SendReport(
+            transfer_id=transfer_id,
+            transport=sending.transport,
+            sent_bytes=sending.outbound.sent_bytes,
+            overlapped_bytes=sending.outbound.overlapped_bytes,
+            skipped_blocks=sending.outbound.skipped_blocks,
+            elapsed_s=monotonic() - sending.started_s,
+        )
+
+    def forget(self, transfer_id: TransferId) -> None:
+        """The job of a transfer is over; one that still runs is stopped and the receiver told."""
+        sending = self._sending.pop(transfer_id, None)
+        if sending is not None and sending.task is not None and not sending.done.is_set():
+            sending.task.cancel()
+
+    def close(self) -> None:
+        for connections in self._tcp.values():
+            connections.close()
+
+    async def _run(self, sending: _Sending, deadline_s: float) -> None:
+        outbound = sending.outbound
+        try:
+            async with asyncio.timeout(deadline_s):
+                path = await self._open(sending, deadline_s)
+                await self._stream(sending, path)
+        except TimeoutError:
+            self._failed(sending, SliceLost(f"transfer {outbound.transfer_id} took over {deadline_s:g} s"))
+        except MooncakeError as error:
+            self._failed(sending, error if isinstance(error, TransferError) else TransferError(str(error)))
+        except asyncio.CancelledError:
+            self._failed(sending, SliceLost("the sender's job was released"))
+            raise
+        finally:
+            sending.done.set()
+
+    async def _open(self, sending: _Sending, deadline_s: float) -> SendPath:
+        transfer_id = sending.outbound.transfer_id
+        peer = self._peers.get(sending.target)
+        request = OpenTransfer(transfer_id=transfer_id, source=self._me, transports=self._offered)
+        plan = await peer.call(request, TransferPlan, timeout_s=deadline_s)
+        sending.outbound.planned(plan.slots)
+        sending.transport = plan.transport
+        self.transports.add(plan.transport)
+        if plan.transport == TransportKind.SHM.value:
+            return ShmSendPath(peer, transfer_id, timeout_s=_ACK_TIMEOUT_S)
+        address = (plan.tcp_host, plan.tcp_port)
+        if address not in self._tcp:
+            self._tcp[address] = TcpConnections(*address, self._tcp_connections)
+        return TcpSendPath(self._tcp[address], bytes.fromhex(plan.token), self._arena)
+
+    async def _stream(self, sending: _Sending, path: SendPath) -> None:
+        outbound = sending.outbound
+        while True:
+            sending.wake.clear()
+            batch = outbound.take(_BATCH_BYTES)
+            if batch:
+                await path.send(await self._sealed(batch))
+                outbound.acknowledged(batch)
+                self.sent_bytes += sum(piece.size_bytes for piece in batch)
+            elif outbound.is_finishing:
+                return
+            else:
+                await sending.wake.wait()
+
+    async def _sealed(self, batch: Sequence[OutgoingSlice]) -> list[SealedSlice]:
+        if self._checksums is ChecksumKind.NONE:
+            return [SealedSlice(piece=piece, checksum=None) for piece in batch]
+        if sum(piece.size_bytes for piece in batch) <= _INLINE_BYTES:
+            return self._with_checksums(batch)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._with_checksums, batch)
+
+    def _with_checksums(self, batch: Sequence[OutgoingSlice]) -> list[SealedSlice]:
+        return [
+            SealedSlice(piece=piece, checksum=checksum(self._arena[piece.offset : piece.offset + piece.size_bytes]))
+            for piece in batch
+        ]
+
+    def _failed(self, sending: _Sending, error: TransferError) -> None:
+        sending.failure = error
+        transfer_id = sending.outbound.transfer_id
+        log.warning("send_failed", transfer_id=transfer_id, target=sending.target, code=error.code, error=str(error))
+        try:
+            self._peers.get(sending.target).post(AbortTransfer(transfer_id=transfer_id, reason=str(error)[:200]))
+        except MeshError as unreachable:
+            log.info("abort_undelivered", transfer_id=transfer_id, code=unreachable.code)

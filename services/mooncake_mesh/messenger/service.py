@@ -1,0 +1,377 @@
+"""The messenger process: one per node, owner of the arena and of every block in it.
+
+====== ======================= =========================================================
+socket who connects            what flows
+====== ======================= =========================================================
+ROUTER workers of this node    Attach, Acquire, Grow, Seal, Release, StartSend …
+ROUTER other messengers        OpenTransfer, SliceOffer, AbortTransfer, PushBlocks
+Unix   workers, messengers     the arena's descriptor; open for the life of the process
+TCP    other messengers        slices, where the transport is tcp
+====== ======================= =========================================================
+"""
+
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic
+from typing import Final
+from uuid import uuid4
+
+import structlog
+
+from mooncake_mesh.config import MessengerConfig
+from mooncake_mesh.errors import InvalidRequest, MooncakeError, NoFreeBlocks, PeerUnreachable
+from mooncake_mesh.kv.block_hash import join_keys, split_keys
+from mooncake_mesh.kv.block_pool import NoRoom
+from mooncake_mesh.mesh.arena import Arena, ArenaServer, Holder
+from mooncake_mesh.mesh.bell import Bell
+from mooncake_mesh.mesh.membership import Membership
+from mooncake_mesh.mesh.phonebook import Phonebook
+from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
+from mooncake_mesh.mesh.runtime import Lifecycle
+from mooncake_mesh.messenger.core import MessengerCore
+from mooncake_mesh.messenger.publisher import KvPublisher
+from mooncake_mesh.messenger.receiver import Receiver
+from mooncake_mesh.messenger.sender import Sender
+from mooncake_mesh.messenger.transports.shm import SourceArenas
+from mooncake_mesh.messenger.transports.tcp import TcpListener
+from mooncake_proto.control import Load, Member, Ok, Ping, Pong, Role
+from mooncake_proto.ids import InstanceId, JobId, NodeId, TransferId, new_incarnation
+from mooncake_proto.transfer import (
+    AbortTransfer,
+    Acquire,
+    Acquired,
+    ArenaInfo,
+    Attach,
+    AwaitLanding,
+    FinishSend,
+    Grow,
+    Grown,
+    Landed,
+    OpenTransfer,
+    PushBlocks,
+    Pushing,
+    Release,
+    Seal,
+    SendReport,
+    SliceAck,
+    SliceOffer,
+    SliceReady,
+    StartSend,
+    TransferPlan,
+)
+
+log = structlog.get_logger(__name__)
+
+_COPY_THREADS: Final = 2
+_FETCH_TIMEOUT_S: Final = 20.0
+
+
+class MessengerService:
+    """Handlers over one MessengerCore. The pool is cut when the first worker says how large its blocks are."""
+
+    def __init__(self, config: MessengerConfig, tasks: asyncio.TaskGroup) -> None:
+        self._config = config
+        self._tasks = tasks
+        self._incarnation = new_incarnation()
+        self._arena = Arena.create(config.arena_bytes)
+        self._holder = Holder(instance_id=InstanceId(config.instance_id), incarnation=self._incarnation)
+        self._threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="copy")
+        self._sources = SourceArenas(self._holder)
+        self._peers = Phonebook()
+        self._conductor = RpcClient(config.conductor)
+        self._publisher = KvPublisher(self._conductor, NodeId(config.node_id), self._incarnation)
+        self._room = Bell()
+        self._core: MessengerCore | None = None
+        self._receiver: Receiver | None = None
+        self._sender: Sender | None = None
+        self._listener: TcpListener | None = None
+        self._arena_server = ArenaServer(
+            Path(config.run_dir) / f"{config.instance_id}.arena",
+            self._arena,
+            self._incarnation,
+            on_gone=self._worker_gone,
+        )
+        self._server = RpcServer(config.bind, self._handlers(), tasks)
+
+    def _handlers(self) -> dict[type, Handler]:
+        return {
+            Ping: self._ping,
+            Attach: self._attach,
+            Acquire: self._acquire,
+            Grow: self._grow,
+            Seal: self._seal,
+            Release: self._release,
+            StartSend: self._start_send,
+            SliceReady: self._slice_ready,
+            FinishSend: self._finish_send,
+            AwaitLanding: self._await_landing,
+            OpenTransfer: self._open_transfer,
+            SliceOffer: self._slice_offer,
+            AbortTransfer: self._abort_transfer,
+            PushBlocks: self._push_blocks,
+        }
+
+    async def run(self, lifecycle: Lifecycle) -> None:
+        """Serve until *lifecycle* says stop."""
+        member = Member(
+            role=Role.MESSENGER,
+            instance_id=InstanceId(self._config.instance_id),
+            node_id=NodeId(self._config.node_id),
+            incarnation=self._incarnation,
+            endpoint=self._server.endpoint,
+        )
+        membership = Membership(self._conductor, member, self._load, on_registered=self._registered)
+        background = [
+            self._tasks.create_task(membership.run()),
+            self._tasks.create_task(self._publisher.run()),
+            self._tasks.create_task(self._arena_server.run()),
+        ]
+        lifecycle.ready(endpoint=self._server.endpoint, arena_bytes=self._config.arena_bytes)
+        await lifecycle.stopping.wait()
+        await membership.leave()
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        await self._close()
+
+    async def _close(self) -> None:
+        await self._server.close()
+        if self._core is not None and self._sender is not None and self._listener is not None:
+            for job_id in self._core.all_jobs():
+                self._end_job(job_id, "the messenger stops")
+            self._listener.close()
+            self._sender.close()
+        self._peers.close()
+        self._conductor.close()
+        self._threads.shutdown()
+        self._sources.close()
+
+    # --- membership ---------------------------------------------------------------------------------------------------
+
+    async def _registered(self) -> None:
+        self._publisher.restart()
+
+    def _load(self) -> Load:
+        if self._core is None or self._sender is None or self._receiver is None:
+            return Load()
+        pool = self._core.pool
+        return Load(
+            running_jobs=self._core.n_jobs,
+            blocks_total=pool.n_blocks,
+            blocks_free=pool.free_blocks,
+            blocks_cached=pool.sealed_blocks,
+            transferred_bytes=self._sender.sent_bytes,
+            transports=",".join(sorted(self._sender.transports)),
+        )
+
+    def _ping(self, _: Ping, __: Caller) -> Pong:
+        return Pong(
+            role=Role.MESSENGER, instance_id=InstanceId(self._config.instance_id), incarnation=self._incarnation
+        )
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _attach(self, request: Attach, _: Caller) -> ArenaInfo:
+        if request.block_bytes < 1 or request.block_bytes > self._config.arena_bytes:
+            raise InvalidRequest(
+                f"a block of {request.block_bytes} bytes does not fit an arena of {self._config.arena_bytes}",
+                param="block_bytes",
+            )
+        if self._core is None:
+            self._cut_arena(request.block_bytes)
+        core = self._ready_core()
+        if request.block_bytes != core.block_bytes:
+            raise InvalidRequest(
+                f"{request.instance_id} has blocks of {request.block_bytes} bytes, this arena of {core.block_bytes}; "
+                "all instances of a node must agree on model, dtype and block_tokens",
+                param="block_bytes",
+            )
+        return self._info(core)
+
+    def _cut_arena(self, block_bytes: int) -> None:
+        core = MessengerCore(n_blocks=self._config.arena_bytes // block_bytes, block_bytes=block_bytes)
+        config, info = self._config, self._info(core)
+        view = self._arena.view
+        receiver = Receiver(
+            core, view, info, self._sources, self._threads, transport=config.transport, data_host=config.data_host
+        )
+        self._listener = TcpListener(config.data_host, config.data_port, view, receiver)
+        receiver.data_port = self._listener.port
+        self._sender = Sender(
+            view,
+            info,
+            self._peers,
+            self._tasks,
+            self._threads,
+            transport=config.transport,
+            checksums=config.checksum,
+            tcp_connections=config.tcp_connections,
+        )
+        self._core, self._receiver = core, receiver
+        self._publisher.attach(core)
+        log.info("arena_cut", block_bytes=block_bytes, n_blocks=core.pool.n_blocks, data_port=self._listener.port)
+
+    def _info(self, core: MessengerCore) -> ArenaInfo:
+        return ArenaInfo(
+            node_id=NodeId(self._config.node_id),
+            incarnation=self._incarnation,
+            host_id=_host_id(),
+            socket_path=os.fspath(self._arena_server.path),
+            block_bytes=core.block_bytes,
+            n_blocks=core.pool.n_blocks,
+        )
+
+    async def _acquire(self, request: Acquire, _: Caller) -> Acquired:
+        """Waits for room for as long as the call's deadline allows."""
+        core, receiver = self._ready_core(), self._ready_receiver()
+        if request.fetch_from and request.fetch_blocks:
+            await self._fetch_prefix(core, receiver, request)
+
+        def attempt() -> Acquired | None:
+            result = core.acquire(request, monotonic())
+            return None if isinstance(result, NoRoom) else result
+
+        acquired = await self._room.until(attempt)
+        self._publisher.poke()
+        receiver.changed.ring()
+        return acquired
+
+    async def _fetch_prefix(self, core: MessengerCore, receiver: Receiver, request: Acquire) -> None:
+        """Copy missing prefix blocks from another node. Whatever goes wrong, the job computes them instead."""
+        keys = core.missing_prefix(request)
+        if not keys:
+            return
+        transfer_id = TransferId(uuid4().hex)
+        try:
+            landing = core.open_fetch(transfer_id, request, keys, monotonic())
+            receiver.changed.ring()
+            push = PushBlocks(
+                transfer_id=transfer_id, target=self._server.endpoint, keys=join_keys(keys), deadline_s=_FETCH_TIMEOUT_S
+            )
+            pushing = await self._peers.get(request.fetch_from).call(push, Pushing, timeout_s=_FETCH_TIMEOUT_S)
+            landing.shorten(pushing.n_blocks)
+            core.settle(landing)
+            async with asyncio.timeout(_FETCH_TIMEOUT_S):
+                landed = await receiver.landed(transfer_id)
+            log.info(
+                "prefix_fetched",
+                job_id=request.job_id,
+                source=request.fetch_from,
+                blocks=pushing.n_blocks,
+                received_bytes=landed.received_bytes,
+                elapsed_s=round(landed.last_slice_s, 4),
+            )
+        except (MooncakeError, TimeoutError) as error:
+            log.warning("prefix_fetch_failed", job_id=request.job_id, source=request.fetch_from, error=str(error)[:200])
+        finally:
+            self._end_job(JobId(transfer_id), "the fetch is over")
+
+    def _grow(self, request: Grow, _: Caller) -> Grown:
+        core = self._ready_core()
+        got = {job_id: core.grow(job_id) for job_id in request.jobs}
+        self._publisher.poke()
+        return Grown(blocks={job_id: block for job_id, block in got.items() if block is not None})
+
+    def _seal(self, request: Seal, _: Caller) -> None:
+        self._ready_core().seal(request.job_id, request.first_block, list(split_keys(request.keys)))
+        self._publisher.poke()
+
+    def _release(self, request: Release, _: Caller) -> Ok:
+        self._end_job(request.job_id, "the job was released")
+        return Ok()
+
+    def _worker_gone(self, holder: Holder) -> None:
+        """The kernel closed a worker's connection: it writes no more, whatever became of it."""
+        if self._core is None:
+            return
+        jobs = self._core.jobs_of(holder.instance_id, holder.incarnation)
+        log.info("holder_gone", holder=holder.instance_id, jobs=len(jobs))
+        for job_id in jobs:
+            self._end_job(job_id, f"{holder.instance_id} is gone")
+
+    def _end_job(self, job_id: JobId, why: str) -> None:
+        if self._core is None or self._sender is None or self._receiver is None:
+            return
+        for transfer_id in self._core.release(job_id, why):
+            self._sender.forget(transfer_id)
+            self._receiver.forget(transfer_id)
+        self._publisher.poke()
+        self._room.ring()
+
+    # --- transfers ----------------------------------------------------------------------------------------------------
+
+    def _start_send(self, request: StartSend, _: Caller) -> None:
+        outbound = self._ready_core().start_send(request.transfer_id, request.job_id, request.n_blocks, request.layers)
+        self._ready_sender().start(outbound, request.target, request.deadline_s)
+
+    def _slice_ready(self, ready: SliceReady, _: Caller) -> None:
+        self._ready_sender().announce(ready)
+
+    async def _finish_send(self, request: FinishSend, _: Caller) -> SendReport:
+        return await self._ready_sender().finish(request.transfer_id)
+
+    async def _await_landing(self, request: AwaitLanding, _: Caller) -> Landed:
+        return await self._ready_receiver().landed(request.transfer_id)
+
+    async def _open_transfer(self, request: OpenTransfer, _: Caller) -> TransferPlan:
+        return await self._ready_receiver().open(request)
+
+    async def _slice_offer(self, offer: SliceOffer, _: Caller) -> SliceAck:
+        ack = await self._ready_receiver().take_offer(offer)
+        self._publisher.poke()
+        return ack
+
+    def _abort_transfer(self, request: AbortTransfer, _: Caller) -> Ok:
+        self._ready_receiver().abort(request.transfer_id, request.reason)
+        return Ok()
+
+    async def _push_blocks(self, request: PushBlocks, _: Caller) -> Pushing:
+        core, sender = self._ready_core(), self._ready_sender()
+        outbound = core.start_push(request, self._holder.instance_id, self._incarnation)
+        n_blocks = outbound.n_blocks
+        if n_blocks == 0:
+            self._end_job(outbound.job_id, "nothing to push")
+        else:
+            sender.start(outbound, request.target, request.deadline_s)
+            whole = SliceReady(transfer_id=request.transfer_id, layer=0, n_layers=1, first_block=0, n_blocks=n_blocks)
+            sender.announce(whole)
+            self._tasks.create_task(self._end_push(outbound.job_id, request.transfer_id))
+        return Pushing(transfer_id=request.transfer_id, n_blocks=n_blocks)
+
+    async def _end_push(self, job_id: JobId, transfer_id: TransferId) -> None:
+        try:
+            await self._ready_sender().finish(transfer_id)
+        except MooncakeError as error:
+            log.info("push_failed", transfer_id=transfer_id, code=error.code)
+        finally:
+            self._end_job(job_id, "the push is over")
+
+    # --- not before a worker came ------------------------------------------------------------------------------------
+
+    def _ready_core(self) -> MessengerCore:
+        if self._core is None:
+            raise NoFreeBlocks("no worker has attached to this messenger yet")
+        return self._core
+
+    def _ready_receiver(self) -> Receiver:
+        if self._receiver is None:
+            raise PeerUnreachable("no worker has attached to this messenger yet")
+        return self._receiver
+
+    def _ready_sender(self) -> Sender:
+        if self._sender is None:
+            raise PeerUnreachable("no worker has attached to this messenger yet")
+        return self._sender
+
+
+def _host_id() -> str:
+    """The same for all processes of one running kernel."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+async def run(config: MessengerConfig, lifecycle: Lifecycle) -> None:
+    """Run a messenger until *lifecycle* says stop."""
+    async with asyncio.TaskGroup() as tasks:
+        await MessengerService(config, tasks).run(lifecycle)
