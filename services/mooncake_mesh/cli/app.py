@@ -1,0 +1,88 @@
+"""The ``mooncake`` command line: sub-commands, their flags, and the way from a parsed line to what it starts.
+
+Importing this must stay cheap: everything that a sub-command needs is imported when that sub-command runs.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from mooncake_mesh.cli.loading import load
+from mooncake_mesh.cli.settings import add_flags, dump
+from mooncake_mesh.config import SECTIONS, ChatConfig, RoleConfig, StatusConfig, UpConfig
+from mooncake_mesh.errors import ConfigError
+
+_SUMMARIES: Final = {
+    "up": "run a whole mesh on this machine",
+    "chat": "talk to a mesh in the terminal",
+    "status": "show the instances of a mesh, their queues and pools",
+    "gateway": "run a gateway: OpenAI HTTP endpoint and door for SDK clients",
+    "conductor": "run the conductor: the mesh's scheduler",
+    "prefill": "run a prefill instance",
+    "decode": "run a decode instance",
+    "messenger": "run a node's messenger: its KVCache arena and transports",
+}
+
+
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
+    """Run one sub-command; the process' exit code. A refused configuration is one line on stderr and code 2."""
+    arguments = _parser().parse_args(argv)
+    name: str = arguments.command
+    try:
+        config = load(SECTIONS[name], flags=arguments, environ=environ)
+        if arguments.print_config:
+            sys.stdout.write(dump(config))
+            return 0
+        return _start(name, config, arguments)
+    except ConfigError as error:
+        sys.stderr.write(f"mooncake {name}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mooncake",
+        description="A KVCache-centric, disaggregated LLM server.",
+        epilog="Every flag of a sub-command is also a key of its table in the --config file and a variable "
+        "MOONCAKE_<COMMAND>_<FLAG>; flags win over variables, variables over the file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in _SUMMARIES.items():
+        command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".", allow_abbrev=False)
+        add_flags(command, SECTIONS[name])
+    return parser
+
+
+def _start(name: str, config: RoleConfig, arguments: argparse.Namespace) -> int:
+    match config:
+        case UpConfig():
+            from mooncake_mesh.cli import up
+
+            return up.run(config, arguments.config)
+        case StatusConfig():
+            from mooncake_mesh.cli import status
+
+            return status.run(config)
+        case ChatConfig():
+            from mooncake_mesh.cli import chat
+
+            return chat.run(config)
+        case _:
+            from mooncake_mesh.cli import roles
+
+            return roles.run(name, config)
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when asked."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        parser.exit(message=f"mooncake-mesh {version('mooncake-mesh')}\n")

@@ -1,0 +1,140 @@
+"""``mooncake chat``: a conversation in the terminal, or with lines from a pipe, through the ZeroMQ SDK.
+
+``/reset`` forgets the conversation, ``/quit`` (or end of input) ends it. Ctrl-C cancels the answer that is being
+written and nothing else.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from mooncake_mesh.client import MooncakeClient
+from mooncake_mesh.config import ChatConfig
+from mooncake_mesh.errors import MooncakeError
+
+Message = dict[str, str]
+Chunk = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What has come so far of one answer. Mutated by :meth:`take`."""
+
+    started_s: float
+    text: str = ""
+    ttft_s: float | None = None
+    usage: Mapping[str, Any] = field(default_factory=dict)
+
+    def take(self, chunk: Chunk, now_s: float) -> str:
+        """The new text in an OpenAI stream chunk; the last chunk has the usage and no choice."""
+        self.usage = chunk.get("usage") or self.usage
+        new = "".join((choice.get("delta") or {}).get("content") or "" for choice in chunk.get("choices", ()))
+        if new and self.ttft_s is None:
+            self.ttft_s = now_s - self.started_s
+        self.text += new
+        return new
+
+    def summary(self) -> str:
+        """Time to first token and what the pool already held of the prompt."""
+        ttft = "no token" if self.ttft_s is None else f"TTFT {self.ttft_s * 1000:.0f} ms"
+        if not self.usage:
+            return f"[{ttft}]"
+        cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        prompt, completion = self.usage.get("prompt_tokens", 0), self.usage.get("completion_tokens", 0)
+        return f"[{ttft}, {prompt} prompt tokens, {cached} of them cached_tokens, {completion} new]"
+
+
+class Conversation:
+    """The messages so far. A turn is recorded only as far as it was answered."""
+
+    def __init__(self, system: str | None) -> None:
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._turns: list[Message] = []
+
+    def reset(self) -> None:
+        self._turns.clear()
+
+    def asking(self, text: str) -> list[Message]:
+        """Messages of a request that says *text* next."""
+        return [*self._system, *self._turns, {"role": "user", "content": text}]
+
+    def answered(self, question: str, answer: str) -> None:
+        """Record a turn; one without an answer is as if never asked."""
+        if answer:
+            self._turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def run(config: ChatConfig) -> int:
+    """Exit code 0, or 1 when the last question failed."""
+    conversation = Conversation(config.system)
+    code = 0
+    prompt = "> " if sys.stdin.isatty() else ""
+    if prompt:
+        _write("/reset forgets the conversation, /quit ends it, Ctrl-C cancels an answer\n")
+    # One loop for all turns, run only while an answer comes: input() then keeps line editing and its own Ctrl-C.
+    with asyncio.Runner() as runner:
+        while (question := _next_line(prompt)) is not None:
+            match question:
+                case "":
+                    continue
+                case "/quit":
+                    break
+                case "/reset":
+                    conversation.reset()
+                case _:
+                    code = _turn(runner, config, conversation, question)
+    return code
+
+
+def _next_line(prompt: str) -> str | None:
+    """The next line of input without outer spaces; None at the end."""
+    while True:
+        try:
+            return input(prompt).strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            _write("\n(/quit ends the conversation)\n")
+
+
+def _turn(runner: asyncio.Runner, config: ChatConfig, conversation: Conversation, question: str) -> int:
+    answer = Answer(started_s=time.monotonic())
+    try:
+        runner.run(_ask(config, conversation.asking(question), answer, _write))
+    except KeyboardInterrupt:
+        _write("\n(cancelled)")
+    except MooncakeError as error:
+        sys.stderr.write(f"mooncake chat: {error.code}: {error}\n")
+        return 1
+    finally:
+        conversation.answered(question, answer.text)
+    _write(f"\n{answer.summary()}\n")
+    return 0
+
+
+async def _ask(config: ChatConfig, messages: list[Message], answer: Answer, write: Callable[[str], None]) -> None:
+    async with (
+        MooncakeClient(config.gateway) as client,
+        aclosing(client.stream_chat(messages=messages, **_parameters(config))) as chunks,
+    ):
+        async for chunk in chunks:
+            write(answer.take(chunk, time.monotonic()))
+
+
+def _parameters(config: ChatConfig) -> dict[str, Any]:
+    given = {
+        "model": config.model,
+        "temperature": config.temperature,
+        "max_tokens": config.max_tokens,
+        "seed": config.seed,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,54 @@
+"""``mooncake gateway|conductor|prefill|decode|messenger``: one process of the mesh.
+
+Exit codes: 0 after an orderly stop, 2 when the configuration or the model is refused, 1 for any other failure.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator
+
+import structlog
+
+from mooncake_mesh import telemetry
+from mooncake_mesh.config import ConductorConfig, DecodeConfig, GatewayConfig, MessengerConfig, PrefillConfig
+from mooncake_mesh.errors import ConfigError, ModelError, MooncakeError
+
+ServiceConfig = ConductorConfig | DecodeConfig | GatewayConfig | MessengerConfig | PrefillConfig
+
+log = structlog.get_logger(__name__)
+
+
+def run(role: str, config: ServiceConfig) -> int:
+    """Run the service of *role* until SIGTERM or SIGINT."""
+    telemetry.configure(role, config.instance_id, config.log_level, config.log_format)
+    from mooncake_mesh.mesh import runtime  # here, so that `mooncake --help` needs no event loop
+
+    service = importlib.import_module(f"mooncake_mesh.{role}.service")
+    try:
+        return runtime.main(lambda lifecycle: service.run(config, lifecycle))
+    except Exception as error:  # noqa: BLE001  the process' border: every failure becomes a line and an exit code
+        return _failed(role, error)
+
+
+def _failed(role: str, error: Exception) -> int:
+    refusal = next((leaf for leaf in _leaves(error) if isinstance(leaf, ConfigError | ModelError)), None)
+    if refusal is not None:
+        sys.stderr.write(f"mooncake {role}: {refusal}\n")
+        return 2
+    log.critical("crashed", exc_info=error)
+    sys.stderr.write(f"mooncake {role}: {_brief(error)}\n")
+    return 1
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors inside nested groups: task groups wrap what their tasks raise."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _brief(error: BaseException) -> str:
+    first = next(_leaves(error))
+    return str(first) if isinstance(first, MooncakeError) else f"{type(first).__name__}: {first}"

@@ -1,0 +1,115 @@
+"""``mooncake status``: who is in the mesh and how they fare, as the conductor sees it.
+
+Exit codes: 0 when the mesh is healthy, 1 when it is not, 2 when the conductor cannot be reached.
+"""
+
+import asyncio
+import dataclasses
+import enum
+import json
+import sys
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from mooncake_mesh.config import StatusConfig
+from mooncake_mesh.errors import MooncakeError
+from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_proto.control import Health, Load, MemberState, Role, StatusQuery, StatusReport
+
+HEALTHY: Final = 0
+NOT_HEALTHY: Final = 1
+UNREACHABLE: Final = 2
+
+_ORDER: Final = (Role.CONDUCTOR, Role.GATEWAY, Role.PREFILL, Role.DECODE, Role.MESSENGER)
+_STYLES: Final = {Health.ALIVE: "green", Health.SUSPECT: "yellow", Health.DEAD: "red"}
+_PLAIN_WIDTH: Final = 160  # a pipe has no width; rich would cut the table at 80
+
+
+def run(config: StatusConfig) -> int:
+    return asyncio.run(_run(config))
+
+
+async def _run(config: StatusConfig) -> int:
+    console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+    while True:
+        try:
+            async with RpcClient(config.conductor) as client:
+                report = await client.call(StatusQuery(), StatusReport, timeout_s=config.timeout_s)
+        except MooncakeError as error:
+            sys.stderr.write(f"mooncake status: no answer from the conductor at {config.conductor}: {error}\n")
+            code = UNREACHABLE
+        else:
+            code = HEALTHY if report.healthy else NOT_HEALTHY
+            if config.watch_s is not None and sys.stdout.isatty():
+                console.clear()
+            if config.json:
+                sys.stdout.write(as_json(report) + "\n")
+                sys.stdout.flush()
+            else:
+                show(report, console)
+        if config.watch_s is None:
+            return code
+        await asyncio.sleep(config.watch_s)
+
+
+def as_json(report: StatusReport) -> str:
+    """The whole report as one JSON object, fields named as in the protocol."""
+    return json.dumps(dataclasses.asdict(report), default=_plain, ensure_ascii=False)
+
+
+def show(report: StatusReport, console: Console) -> None:
+    """A table of the members and a line with the verdict."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("role", "instance", "node", "health"):
+        table.add_column(name, no_wrap=True)
+    for name in ("queue", "running", "blocks free", "cached", "total"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("transports", no_wrap=True)
+    for state in sorted(report.cluster.members, key=_sort_key):
+        table.add_row(*_row(state))
+    console.print(table)
+    facts = f"up {report.uptime_s:.0f} s, {report.placed_total} placed, {report.rejected_total} rejected"
+    if report.healthy:
+        console.print(f"[green]healthy[/green]: {facts}", highlight=False)
+    else:
+        console.print(f"[red]not healthy[/red]: {'; '.join(report.reasons)} ({facts})", highlight=False)
+
+
+def _sort_key(state: MemberState) -> tuple[int, str]:
+    return _ORDER.index(state.member.role), state.member.instance_id
+
+
+def _row(state: MemberState) -> tuple[str, ...]:
+    member, load = state.member, state.load
+    health = "draining" if load.draining and state.health is Health.ALIVE else state.health.value
+    return (
+        member.role.value,
+        member.instance_id,
+        member.node_id,
+        f"[{_STYLES[state.health]}]{health}[/]",
+        *_work(member.role, load),
+        *_pool(load),
+        load.transports or "-",
+    )
+
+
+def _work(role: Role, load: Load) -> tuple[str, str]:
+    """Queued and running jobs; a role without jobs of its own has none to show."""
+    if role in (Role.CONDUCTOR, Role.MESSENGER):
+        return ("-", "-")
+    return (str(load.queued_jobs), str(load.running_jobs))
+
+
+def _pool(load: Load) -> tuple[str, str, str]:
+    """Only who reports a pool has one."""
+    if not load.blocks_total:
+        return ("-", "-", "-")
+    return (str(load.blocks_free), str(load.blocks_cached), str(load.blocks_total))
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    raise TypeError(f"a report holds no {type(value).__name__}")

@@ -1,0 +1,103 @@
+"""Which processes ``mooncake up`` starts, and with which flags. Pure.
+
+::
+
+    node0: messenger0, prefill0 …        node1: messenger1, decode0 …        and one gateway, one conductor
+
+Everything but HTTP goes through Unix sockets in one folder.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mooncake_mesh.cli.settings import flags_of
+from mooncake_mesh.cli.supervision import StopStage
+from mooncake_mesh.config import SECTIONS, EngineKind, UpConfig
+from mooncake_mesh.config_checks import socket_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSpec:
+    """One process: ``mooncake ROLE FLAGS``."""
+
+    name: str
+    role: str
+    stage: StopStage
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan:
+    children: tuple[ChildSpec, ...]
+    sdk_endpoint: str
+    conductor_endpoint: str
+
+
+def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
+    """ValueError (``run_dir: …``) where the folder's path is too long for sockets."""
+    conductor, sdk = _ipc(run_dir, "conductor"), _ipc(run_dir, "sdk")
+    logs = {"log_level": config.log_level, "log_format": config.log_format}
+    children = [
+        _child("conductor", "conductor", StopStage.CONDUCTOR, bind=conductor, publish=_ipc(run_dir, "cluster"), **logs),
+        _child(
+            "gateway",
+            "gateway0",
+            StopStage.GATEWAY,
+            host=config.host,
+            port=port,
+            bind=sdk,
+            stream_bind=_ipc(run_dir, "tokens"),
+            conductor=conductor,
+            engine=config.engine,
+            model=config.model,
+            allow_insecure_bind=config.allow_insecure_bind,
+            **logs,
+        ),
+    ]
+    for number, (role, count) in enumerate((("prefill", config.prefill), ("decode", config.decode))):
+        node = {"node_id": f"node{number}", "conductor": conductor}
+        messenger = _ipc(run_dir, f"messenger{number}")
+        children.append(
+            _child(
+                "messenger",
+                f"messenger{number}",
+                StopStage.MESSENGERS,
+                bind=messenger,
+                run_dir=run_dir,
+                arena_bytes=config.arena_bytes,
+                transport=config.transport,
+                **node,
+                **logs,
+            )
+        )
+        worker = {"messenger": messenger, **node, **_engine(config), **logs}
+        if role == "prefill":
+            worker["chunk_tokens"] = config.chunk_tokens
+        names = [f"{role}{index}" for index in range(count)]
+        children += [_child(role, name, StopStage.WORKERS, bind=_ipc(run_dir, name), **worker) for name in names]
+    return MeshPlan(children=tuple(children), sdk_endpoint=sdk, conductor_endpoint=conductor)
+
+
+def _engine(config: UpConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "engine": config.engine,
+        "model": config.model,
+        "dtype": config.dtype,
+        "threads": config.threads,
+        "block_tokens": config.block_tokens,
+    }
+    if config.engine is EngineKind.FAKE:
+        settings["fake"] = config.fake
+    return settings
+
+
+def _child(role: str, name: str, stage: StopStage, **given: object) -> ChildSpec:
+    flags = flags_of(SECTIONS[role], {"instance_id": name, **given})
+    return ChildSpec(name=name, role=role, stage=stage, flags=tuple(flags))
+
+
+def _ipc(run_dir: Path, name: str) -> str:
+    path = str(run_dir / f"{name}.ipc")
+    socket_path("run_dir", path)
+    return f"ipc://{path}"
