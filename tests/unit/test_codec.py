@@ -296,7 +296,6 @@ def test_nesting_as_deep_as_the_parser_takes_is_refused_not_overflowed(where: li
     assert refusal.value.path == ".".join(map(str, where))
 
 
-
 def test_sizes_are_bounded_on_both_sides() -> None:
     with pytest.raises(MalformedMessage, match=r"^header: "):
         decode([VERSION_FRAME, b"control.ping", b" " * (MAX_HEADER_BYTES + 1)])
@@ -384,4 +383,6 @@ def test_nothing_in_the_tree_can_run_code_from_bytes() -> None:
                 names = [node.module or ""]
             elif isinstance(node, ast.Attribute):  # sock.send_pyobj and recv_pyobj pickle
                 names = [node.attr.removeprefix("send_").removeprefix("recv_").replace("pyobj", "pickle")]
-            assert not CODE_FROM_BYTES.intersection(name.split(".")[0] for name in names), f"{source}:{node.lineno}"
+            assert not CODE_FROM_BYTES.intersection(name.split(".")[0] for name in names), (
+                f"{source}: {ast.unparse(node)}"
+            )
