@@ -14,7 +14,7 @@ Goodbye(instance_id=request_id, incarnation=incarnation)  # rejected: arg-type
 Goodbye(instance_id=NodeId("node-a"), incarnation=incarnation)  # rejected: arg-type
 Goodbye(instance_id="decode-0", incarnation=incarnation)  # rejected: arg-type
 Goodbye(instance_id=instance_id, incarnation=instance_id)  # rejected: arg-type
-Goodbye(instance_id, incarnation)  # rejected: misc
+Goodbye(instance_id, incarnation)  # rejected: call-arg
 CancelJob(job_id=JobId(request_id))
 CancelJob(job_id=request_id)  # rejected: arg-type
 Envelope(id=MessageId("1"), deadline_s="soon")  # rejected: arg-type
