@@ -172,6 +172,12 @@ class StreamMachine(RuleBasedStateMachine):
         node = data.draw(st.sampled_from(sorted(self.messengers)))
         self.wire.append(self.messengers[node].message(max_events))
 
+    @precondition(lambda self: self.messengers)
+    @rule(data=st.data())
+    def sends_a_snapshot(self, data: st.DataObject) -> None:
+        messenger = self.messengers[data.draw(st.sampled_from(sorted(self.messengers)))]
+        self.wire.append(messenger.log.snapshot(messenger.held))
+
     @precondition(lambda self: self.wire)
     @rule(data=st.data(), fate=st.sampled_from(["once", "again later", "lost", "answer lost"]))
     def link_delivers(self, data: st.DataObject, fate: str) -> None:
