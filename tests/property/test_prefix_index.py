@@ -193,7 +193,9 @@ class StreamMachine(RuleBasedStateMachine):
         handle: Callable[[], object] = (
             (lambda: feed.feed(message)) if isinstance(message, KvEvents) else (lambda: feed.snapshot(message))
         )
+        seen_before = feed.next_seq
         ack = handle()
+        assert feed.next_seq >= seen_before, "the index never goes back in time"
         messenger = self.messengers[message.node_id]
         if isinstance(ack, FeedRefused):
             assert message.incarnation != messenger.incarnation
