@@ -10,8 +10,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final, assert_never
 
@@ -48,16 +49,29 @@ _PR_SET_PDEATHSIG: Final = 1
 def run(config: UpConfig, config_file: Path | None) -> int:
     """Run the mesh until a signal ends it; the exit code. *config_file* is handed on to the children."""
     telemetry.configure("up", "up", config.log_level, config.log_format)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the loop takes over: leave nothing behind
     try:
         config = replace(config, port=_free_port(config.host, config.port))
         with run_dir.held(config.run_dir) as folder:
             plan = plan_mesh(config, folder, config.port)
             if config.log_dir is not None:
-                config.log_dir.mkdir(parents=True, exist_ok=True)
-            return asyncio.run(_Supervisor(config, plan, config_file).run())
+                _make_log_dir(config.log_dir)
+            return asyncio.run(Supervisor(config, plan, partial(_command_line, config_file)).run())
     except ValueError as error:
         field, _, message = str(error).partition(": ")
         raise ConfigError(message, path=f"up.{field}") from error
+
+
+def _command_line(config_file: Path | None, spec: ChildSpec) -> list[str]:
+    config_flags = [] if config_file is None else [f"--config={config_file}"]
+    return [sys.executable, "-P", "-m", "mooncake_mesh", spec.role, *config_flags, *spec.flags]
+
+
+def _make_log_dir(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"log_dir: {path}: {error.strerror}") from error
 
 
 def _free_port(host: str, port: int) -> int:
@@ -73,13 +87,13 @@ def _free_port(host: str, port: int) -> int:
         return free
 
 
-class _Supervisor:
-    """Processes and signals around one Supervision."""
+class Supervisor:
+    """Processes and signals around one Supervision. *command_line* says how a child is started."""
 
-    def __init__(self, config: UpConfig, plan: MeshPlan, config_file: Path | None) -> None:
+    def __init__(self, config: UpConfig, plan: MeshPlan, command_line: Callable[[ChildSpec], Sequence[str]]) -> None:
         self._config = config
         self._plan = plan
-        self._config_flags = [] if config_file is None else [f"--config={config_file}"]
+        self._command_line = command_line
         self._specs = {spec.name: spec for spec in plan.children}
         self._core = Supervision({spec.name: spec.stage for spec in plan.children})
         self._processes: dict[str, asyncio.subprocess.Process] = {}
@@ -129,11 +143,10 @@ class _Supervisor:
                 assert_never(command)
 
     async def _start(self, spec: ChildSpec, tasks: asyncio.TaskGroup) -> None:
-        argv = [sys.executable, "-P", "-m", "mooncake_mesh", spec.role, *self._config_flags, *spec.flags]
         output = self._open_log(spec.name)
         try:
             process = await asyncio.create_subprocess_exec(
-                *argv,
+                *self._command_line(spec),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

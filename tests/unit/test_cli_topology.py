@@ -1,0 +1,133 @@
+"""Which processes ``mooncake up`` starts: each gets flags its own role accepts, and they find each other."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from mooncake_mesh.cli.loading import load
+from mooncake_mesh.cli.settings import add_flags
+from mooncake_mesh.cli.topology import MeshPlan, plan_mesh
+from mooncake_mesh.config import (
+    SECTIONS,
+    ConductorConfig,
+    DecodeConfig,
+    EngineKind,
+    FakeConfig,
+    GatewayConfig,
+    LogFormat,
+    MessengerConfig,
+    PrefillConfig,
+    RoleConfig,
+    TransportKind,
+    UpConfig,
+)
+from mooncake_mesh.kv.layout import KvDtype
+
+RUN_DIR = Path("/tmp/m")
+
+
+def _loaded(plan: MeshPlan) -> dict[str, RoleConfig]:
+    """The configurations that the children will have."""
+    configs = {}
+    for child in plan.children:
+        parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+        add_flags(parser, SECTIONS[child.role])
+        configs[child.name] = load(SECTIONS[child.role], flags=parser.parse_args(child.flags), environ={})
+    return configs
+
+
+def test_whole_mesh() -> None:
+    plan = plan_mesh(
+        UpConfig(
+            model="tiny",
+            engine=EngineKind.FAKE,
+            dtype=KvDtype.FLOAT32,
+            chunk_tokens=64,
+            block_tokens=32,
+            threads=3,
+            arena_bytes=64 << 20,
+            transport=TransportKind.TCP,
+            fake=FakeConfig(layers=7),
+            log_format=LogFormat.JSON,
+        ),
+        RUN_DIR,
+        8123,
+    )
+    ipc = "ipc:///tmp/m/{}.ipc".format
+    worker = {
+        "engine": EngineKind.FAKE,
+        "model": "tiny",
+        "dtype": KvDtype.FLOAT32,
+        "block_tokens": 32,
+        "threads": 3,
+        "fake": FakeConfig(layers=7),
+    }
+    common = {"log_format": LogFormat.JSON}
+    member = {**common, "conductor": ipc("conductor")}
+    pool = {"run_dir": RUN_DIR, "arena_bytes": 64 << 20, "transport": TransportKind.TCP}
+    assert _loaded(plan) == {
+        "conductor": ConductorConfig(bind=ipc("conductor"), publish=ipc("cluster"), **common),  # type: ignore[arg-type]
+        "gateway0": GatewayConfig(
+            port=8123,
+            bind=ipc("sdk"),
+            stream_bind=ipc("tokens"),
+            engine=EngineKind.FAKE,
+            model="tiny",
+            **member,  # type: ignore[arg-type]
+        ),
+        "messenger0": MessengerConfig(node_id="node0", bind=ipc("messenger0"), **pool, **member),  # type: ignore[arg-type]
+        "messenger1": MessengerConfig(
+            instance_id="messenger1",
+            node_id="node1",
+            bind=ipc("messenger1"),
+            **pool,  # type: ignore[arg-type]
+            **member,  # type: ignore[arg-type]
+        ),
+        "prefill0": PrefillConfig(
+            node_id="node0",
+            bind=ipc("prefill0"),
+            messenger=ipc("messenger0"),
+            chunk_tokens=64,
+            **worker,  # type: ignore[arg-type]
+            **member,  # type: ignore[arg-type]
+        ),
+        "decode0": DecodeConfig(
+            node_id="node1",
+            bind=ipc("decode0"),
+            messenger=ipc("messenger1"),
+            **worker,  # type: ignore[arg-type]
+            **member,  # type: ignore[arg-type]
+        ),
+    }
+    assert plan.sdk_endpoint == ipc("sdk")
+    assert plan.conductor_endpoint == ipc("conductor")
+
+
+def test_more_instances_share_their_node() -> None:
+    configs = _loaded(plan_mesh(UpConfig(prefill=2, decode=3), RUN_DIR, 8000))
+    workers = [config for config in configs.values() if isinstance(config, PrefillConfig | DecodeConfig)]
+    assert [(worker.instance_id, worker.node_id) for worker in workers] == [
+        ("prefill0", "node0"),
+        ("prefill1", "node0"),
+        ("decode0", "node1"),
+        ("decode1", "node1"),
+        ("decode2", "node1"),
+    ]
+    assert len({worker.bind for worker in workers}) == 5
+
+
+def test_fake_settings_are_not_given_to_a_real_engine() -> None:
+    plan = plan_mesh(UpConfig(), RUN_DIR, 8000)
+    assert not [flag for child in plan.children for flag in child.flags if flag.startswith("--fake")]
+
+
+def test_reachable_http_passes_the_consent_on() -> None:
+    config = _loaded(plan_mesh(UpConfig(host="0.0.0.0", allow_insecure_bind=True), RUN_DIR, 8000))["gateway0"]
+    assert isinstance(config, GatewayConfig)
+    assert config.host == "0.0.0.0"
+
+
+def test_long_folder_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^run_dir: the path of a socket has at most 107 bytes"):
+        plan_mesh(UpConfig(), Path("/tmp/" + "x" * 100), 8000)
