@@ -1,0 +1,183 @@
+"""Loads a transformers model for paged attention, or says why it cannot be.
+
+What is not known to work is refused at load, in three steps, each cheaper than a wrong answer later: the config is
+checked for what paged grouped-query attention does not do; after loading, a short forward records what every layer
+passes to our attention; and its logits are compared with those of the model's own attention.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+
+from mooncake_mesh.engine.attention import IMPLEMENTATION, LayerCall, attention_pass, chunk_attention
+from mooncake_mesh.engine.kv_storage import torch_dtype
+from mooncake_mesh.errors import ModelError, UnsupportedModel
+from mooncake_mesh.kv.layout import KvDtype, KvLayout, layout_from_config
+
+_LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
+# Their frequencies follow the longest sequence of the batch, so one request would change another's keys.
+_BATCH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
+_REFUSED_WHEN_SET: Final = {
+    "is_encoder_decoder": "an encoder-decoder",
+    "add_cross_attention": "cross-attention",
+    "kv_lora_rank": "multi-head latent attention (MLA)",
+    "attn_logit_softcapping": "soft-capped attention logits",
+    "use_bidirectional_attention": "bidirectional attention",
+    "num_kv_shared_layers": "layers that share KV",
+    "attention_chunk_size": "chunked attention",
+    "text_config": "a multimodal model, only text decoders are served",
+}
+# Arguments that models pass to every attention function and that do not change its result.
+_HARMLESS: Final = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "dropout",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
+)
+_PROBE_TOKENS: Final = 8
+_PROBE_TOLERANCE: Final = {KvDtype.FLOAT32: 1e-3, KvDtype.BFLOAT16: 0.1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    model: PreTrainedModel
+    layout: KvLayout
+    vocab_size: int
+    max_context_tokens: int
+
+
+def load_model(folder: Path, *, dtype: KvDtype, block_tokens: int, device: torch.device) -> LoadedModel:
+    """The model in *folder*, checked and ready for forwards on *device*. Raises ModelError, UnsupportedModel."""
+    config = _read_config(folder)
+    model_class = check_supported(config)
+    layout = layout_from_config(config, dtype, block_tokens)
+    with _quiet_transformers():
+        try:
+            model = model_class.from_pretrained(
+                folder,
+                config=config,
+                dtype=torch_dtype(dtype),
+                attn_implementation=IMPLEMENTATION,
+                local_files_only=True,
+                use_safetensors=True,
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise ModelError(f"cannot load the weights in {folder}: {error}") from error
+    model = model.to(device).eval().requires_grad_(False)
+    probe_attention(model, layout)
+    return LoadedModel(
+        model=model,
+        layout=layout,
+        vocab_size=config.vocab_size,
+        max_context_tokens=config.max_position_embeddings,
+    )
+
+
+def check_supported(config: Any) -> type[PreTrainedModel]:
+    """The model class for *config*; raises UnsupportedModel, naming the architecture and the reason."""
+    name = (getattr(config, "architectures", None) or [config.model_type])[0]
+    for attribute, reason in _REFUSED_WHEN_SET.items():
+        if getattr(config, attribute, None):
+            raise UnsupportedModel(f"{name} is not supported: it has {reason}")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(f"{name} is not supported: transformers has no causal language model of this kind")
+    model_class: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if model_class._is_stateful:
+        raise UnsupportedModel(f"{name} is not supported: it keeps a state that is no KVCache")
+    if not model_class._supports_attention_backend:
+        raise UnsupportedModel(f"{name} is not supported: it does not use transformers' attention interface")
+    if other := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
+        raise UnsupportedModel(f"{name} is not supported: it has layers of type {', '.join(sorted(other))}")
+    if kinds := _rope_types(config) & _BATCH_DEPENDENT_ROPE:
+        kind = ", ".join(sorted(kinds))
+        raise UnsupportedModel(f"{name} is not supported: its {kind} rotary embedding depends on the rest of the batch")
+    if not getattr(config, "max_position_embeddings", None):
+        raise UnsupportedModel(f"{name} is not supported: its config has no max_position_embeddings")
+    return model_class
+
+
+def probe_attention(model: PreTrainedModel, layout: KvLayout) -> None:
+    """Run a few tokens through *model*; raises UnsupportedModel when its attention is not what we take it for."""
+    name = type(model).__name__
+    tokens = torch.arange(_PROBE_TOKENS, device=model.device)[None] % model.config.vocab_size
+    probe = _Probe(name, layout)
+    with torch.inference_mode():
+        with attention_pass(probe):
+            ours = model(input_ids=tokens, use_cache=False).logits
+        if probe.layers != list(range(layout.layers)):
+            raise UnsupportedModel(f"{name} is not supported: its layers attended in the order {probe.layers}")
+        model.set_attn_implementation("eager")
+        theirs = model(input_ids=tokens, use_cache=False).logits
+        model.set_attn_implementation(IMPLEMENTATION)
+    difference = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+    if not difference <= _PROBE_TOLERANCE[layout.dtype]:
+        raise UnsupportedModel(
+            f"{name} is not supported: with our attention its logits differ from its own by {difference:.2g}"
+        )
+
+
+class _Probe:
+    """A pass that attends over the call's own tokens, and checks what layers pass to the attention function."""
+
+    def __init__(self, name: str, layout: KvLayout) -> None:
+        self._name = name
+        self._layout = layout
+        self.layers: list[int] = []
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        expected = (1, self._layout.kv_heads, call.q.shape[2], self._layout.head_dim)
+        for tensor in (call.k, call.v):
+            if tuple(tensor.shape) != expected:
+                raise UnsupportedModel(
+                    f"{self._name} is not supported: K and V of layer {call.layer} have shape {tuple(tensor.shape)}, "
+                    f"its config says {expected}"
+                )
+        self._check_arguments(call)
+        self.layers.append(call.layer)
+        return chunk_attention(call, call.k, call.v, None)
+
+    def _check_arguments(self, call: LayerCall) -> None:
+        if call.other.get("is_causal") is False:
+            raise UnsupportedModel(f"{self._name} is not supported: its attention is not causal")
+        for name, value in call.other.items():
+            if name not in _HARMLESS and name != "is_causal" and value is not None:
+                raise UnsupportedModel(f"{self._name} is not supported: its attention takes {name!r}")
+
+
+def _read_config(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"the config in {folder} is not supported: {error}") from error
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Kinds of rotary embedding; some configs hold one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(one["rope_type"]) for one in (parameters, *nested) if one.get("rope_type")}
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """transformers' progress bars are for terminals."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()

@@ -1,0 +1,140 @@
+"""The engine: a transformers model that computes on the pages of an arena."""
+
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Self
+
+import structlog
+import torch
+
+from mooncake_mesh.engine.api import DecodeSlot, Drawn, ModelSpec, PrefillChunk, TokenArray
+from mooncake_mesh.engine.attention import AttentionPass, DecodePass, PrefillPass, attention_pass
+from mooncake_mesh.engine.kv_storage import ArenaPages, ContextCache, Span
+from mooncake_mesh.engine.model import LoadedModel, load_model
+from mooncake_mesh.engine.model_files import fingerprint, resolve_model, weight_files
+from mooncake_mesh.engine.sampling import draw
+from mooncake_mesh.kv.layout import KvDtype
+
+DEFAULT_CONTEXT_BYTES: Final = 1 << 30
+
+log = structlog.get_logger()
+
+
+class TransformersEngine:
+    """Engine of :mod:`mooncake_mesh.engine.api` over a loaded model.
+
+    ``context_bytes`` bounds the device memory for contiguous K and V of sequences in work (see
+    :mod:`mooncake_mesh.engine.kv_storage`); a sequence beyond it is slower, not wrong.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, *, name: str, fingerprint: str, context_bytes: int = DEFAULT_CONTEXT_BYTES
+    ) -> None:
+        self._model: Any = loaded.model
+        self._device = loaded.model.device
+        self._spec = ModelSpec(
+            name=name,
+            fingerprint=fingerprint,
+            layout=loaded.layout,
+            vocab_size=loaded.vocab_size,
+            max_context_tokens=loaded.max_context_tokens,
+        )
+        self._arena = ArenaPages(loaded.layout)
+        self._contexts = ContextCache(self._arena, self._device, context_bytes)
+        keeps_last = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if keeps_last else {}
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        dtype: KvDtype,
+        block_tokens: int,
+        device: str = "cpu",
+        threads: int | None = None,
+        context_bytes: int = DEFAULT_CONTEXT_BYTES,
+    ) -> Self:
+        """Find, check and load *model* (a folder, a hub id or the default model's name). Raises ModelError.
+
+        *threads* sets torch's threads for the whole process; None leaves torch's choice.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        began_s = time.monotonic()
+        folder = resolve_model(model)
+        weight_files(folder)
+        loaded = load_model(folder, dtype=dtype, block_tokens=block_tokens, device=torch.device(device))
+        log.info("model_loaded", model=model, dtype=dtype.value, seconds=round(time.monotonic() - began_s, 2))
+        return cls(loaded, name=model, fingerprint=fingerprint(folder), context_bytes=context_bytes)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    def bind(self, arena: memoryview) -> None:
+        self._contexts.clear()
+        self._arena.bind(arena)
+
+    def unbind(self) -> None:
+        self._contexts.clear()
+        self._arena.unbind()
+
+    def prefill(self, chunk: PrefillChunk, on_layer: Callable[[int], None]) -> Drawn | None:
+        span = Span(
+            sequence=chunk.sequence, blocks=chunk.blocks, start=chunk.start, end=chunk.start + len(chunk.tokens)
+        )
+        with torch.inference_mode():
+            (context,) = self._contexts.open([span])
+            attention = PrefillPass(self._arena, span, context, on_layer)
+            positions = torch.arange(span.start, span.end)[None]
+            tokens = _as_tensor(chunk.tokens)[None]
+            if chunk.sample is None:
+                self._forward(self._model.base_model, attention, [span], tokens, positions)
+                return None
+            output = self._forward(self._model, attention, [span], tokens, positions, **self._last_only)
+            return draw(output.logits[:, -1], [chunk.sample])[0]
+
+    def decode(self, batch: Sequence[DecodeSlot]) -> list[Drawn]:
+        if not batch:
+            return []
+        spans = [
+            Span(sequence=slot.sequence, blocks=slot.blocks, start=slot.position, end=slot.position + 1)
+            for slot in batch
+        ]
+        tokens = torch.tensor([[slot.token] for slot in batch])
+        positions = torch.tensor([[slot.position] for slot in batch])
+        with torch.inference_mode():
+            attention = DecodePass(self._arena, spans, self._contexts.open(spans))
+            output = self._forward(self._model, attention, spans, tokens, positions, **self._last_only)
+            attention.store()
+            return draw(output.logits[:, -1], [slot.sample for slot in batch])
+
+    def _forward(
+        self,
+        module: Any,
+        attention: AttentionPass,
+        spans: Sequence[Span],
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        **options: int,
+    ) -> Any:
+        """Run *module*; the spans' contexts grow when it comes to its end, and are dropped when it does not."""
+        try:
+            with attention_pass(attention):
+                output = module(
+                    input_ids=tokens.to(self._device),
+                    position_ids=positions.to(self._device),
+                    use_cache=False,
+                    **options,
+                )
+        except BaseException:
+            self._contexts.abandon(spans)
+            raise
+        self._contexts.commit(spans)
+        return output
+
+
+def _as_tensor(tokens: TokenArray) -> torch.Tensor:
+    return torch.tensor(tokens, dtype=torch.long)
