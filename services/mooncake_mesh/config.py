@@ -193,6 +193,7 @@ class PrefillConfig:
     block_tokens: Annotated[int, "tokens of a KVCache block; equal in the whole mesh"] = 16
     chunk_tokens: Annotated[int, "prompt tokens of one forward, whole blocks; 0 takes a prompt in one go"] = 512
     max_queued_jobs: Annotated[int, "jobs that may wait; more are refused"] = 256
+    drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
     fake: FakeConfig = FakeConfig()
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
@@ -203,6 +204,7 @@ class PrefillConfig:
         words(self, "model", "device")
         bound(self, "bind")
         connected(self, "conductor", "messenger")
+        at_least(self, 0.0, "drain_s")
         at_least(self, 1, "threads", "block_tokens", "max_queued_jobs")
         whole_blocks(self.chunk_tokens, self.block_tokens)
 
@@ -224,6 +226,7 @@ class DecodeConfig:
     block_tokens: Annotated[int, "tokens of a KVCache block; equal in the whole mesh"] = 16
     max_batch: Annotated[int, "sequences in one decode step"] = 64
     max_waiting_jobs: Annotated[int, "jobs that may wait for KV or for a place; more are refused"] = 256
+    drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
     fake: FakeConfig = FakeConfig()
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
@@ -234,6 +237,7 @@ class DecodeConfig:
         words(self, "model", "device")
         bound(self, "bind")
         connected(self, "conductor", "messenger")
+        at_least(self, 0.0, "drain_s")
         at_least(self, 1, "threads", "block_tokens", "max_batch", "max_waiting_jobs")
 
 

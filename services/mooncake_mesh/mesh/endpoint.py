@@ -17,10 +17,12 @@ The bounded queue in front of a reader is the socket's own (RCVHWM); a paused re
 """
 
 import asyncio
+import enum
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from mooncake_mesh.errors import MeshError, PeerUnreachable
 
@@ -32,6 +34,13 @@ _HEARTBEAT_TIMEOUT_MS: Final = 4000
 _READS_PER_TURN: Final = 64
 
 OnFrames = Callable[[list[bytes]], None]
+
+
+class Link(enum.Enum):
+    """State of a DEALER's connection."""
+
+    UP = "up"
+    DOWN = "down"
 
 
 class Channel:
@@ -159,15 +168,20 @@ def router(bind: str, on_frames: OnFrames) -> Channel:
     return Channel(_bound(socket, bind), on_frames)
 
 
-def dealer(endpoint: str, on_frames: OnFrames, on_disconnect: Callable[[], None]) -> tuple[Channel, Channel]:
-    """A DEALER that keeps connecting to *endpoint*, and the channel that watches its connection.
+def dealer(endpoint: str, on_frames: OnFrames, on_link: Callable[[Link], None]) -> tuple[Channel, Channel]:
+    """A DEALER that keeps connecting to *endpoint*, and the channel that tells *on_link* how its connection fares.
 
     Close the watching channel first. Raises MeshError for an address ZeroMQ does not take.
     """
     socket = _socket(zmq.DEALER)
     socket.setsockopt(zmq.IMMEDIATE, 1)
-    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    watch = Channel(monitor, lambda _: on_disconnect())
+    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    def on_event(frames: list[bytes]) -> None:
+        event = parse_monitor_message(frames)["event"]
+        on_link(Link.DOWN if event == zmq.EVENT_DISCONNECTED else Link.UP)
+
+    watch = Channel(monitor, on_event)
     try:
         return Channel(_connected(socket, endpoint), on_frames), watch
     except MeshError:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Final
 
 from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_proto.control import Ping, Pong
 
 _MAX_PEERS: Final = 1024
 
@@ -25,6 +26,16 @@ class Phonebook:
             if len(self._clients) > self._max_peers:
                 self._clients.popitem(last=False)[1].close()
         self._clients.move_to_end(endpoint)
+        return client
+
+    async def reach(self, endpoint: str, *, timeout_s: float = 2.0) -> RpcClient:
+        """As :meth:`get`, once the connection stands, so that a ``post`` will not fail for want of it.
+
+        Raises PeerUnreachable or CallTimeout.
+        """
+        client = self.get(endpoint)
+        if not client.is_connected:
+            await client.call(Ping(), Pong, timeout_s=timeout_s)
         return client
 
     def close(self) -> None:

@@ -174,7 +174,8 @@ class RpcClient:
         self._on_lost = on_lost
         self._ids = itertools.count(1)
         self._open: dict[MessageId, asyncio.Queue[Any] | asyncio.Future[Any]] = {}
-        self._channel, self._watch = sockets.dealer(endpoint, self._accept, self._lost)
+        self._channel, self._watch = sockets.dealer(endpoint, self._accept, self._link_changed)
+        self.is_connected = False
         self.late_replies = 0
 
     async def __aenter__(self) -> "RpcClient":
@@ -270,7 +271,10 @@ class RpcClient:
         elif not waiter.done():
             waiter.set_result(body)
 
-    def _lost(self) -> None:
+    def _link_changed(self, link: sockets.Link) -> None:
+        self.is_connected = link is sockets.Link.UP
+        if self.is_connected:
+            return
         self._fail_open_calls("the connection was lost")
         if self._on_lost is not None:
             self._on_lost()

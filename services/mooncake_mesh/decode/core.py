@@ -1,0 +1,299 @@
+"""What a decode instance decides, pure: who is in the batch, what each step brought, who must make room.
+
+::
+
+    WAITING ──(KV landed and first token known)──► READY ──► RUNNING ──► FINISHED
+       └──────────────────┴─────────────────────────────────────┴──────► STOPPED
+
+A sequence is *stalled* in a step when its next token has no block yet: growth is asked for ahead of need, and a
+sequence that cannot get any makes the youngest one give its place back (its request is placed again with the tokens
+drawn so far, so its text does not change).
+"""
+
+import enum
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake_mesh.errors import InvalidTransition, MooncakeError
+from mooncake_mesh.kv.block_hash import chain, split_keys, token_bytes
+from mooncake_mesh.policy.stopping import finish_after
+from mooncake_proto.ids import BlockKey, JobId
+from mooncake_proto.serving import DecodeJob, FinishReason
+
+
+_MAX_EARLY_TOKENS: Final = 1024
+
+
+class SequenceStage(enum.Enum):
+    WAITING = "waiting"
+    READY = "ready"
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+_MOVES: Final = frozenset(
+    {
+        (SequenceStage.WAITING, SequenceStage.READY),
+        (SequenceStage.READY, SequenceStage.RUNNING),
+        (SequenceStage.RUNNING, SequenceStage.FINISHED),
+        (SequenceStage.WAITING, SequenceStage.STOPPED),
+        (SequenceStage.READY, SequenceStage.STOPPED),
+        (SequenceStage.RUNNING, SequenceStage.STOPPED),
+    }
+)
+
+
+class QueueFull(enum.Enum):
+    """The answer to one job too many."""
+
+    QUEUE_FULL = "queue_full"
+
+
+@dataclass(slots=True)
+class DecodeSequence:
+    """One job. ``tokens[:length]`` are prompt and drawn tokens; the KV of all but the last one is valid in ``blocks``.
+
+    ``drawn`` counts drawn tokens over all jobs of the request. ``stop`` says why the sequence should end early.
+    """
+
+    job: DecodeJob
+    prompt_tokens: int
+    tokens: npt.NDArray[np.int32]
+    length: int
+    drawn: int
+    admitted_s: float
+    last_key: BlockKey
+    sealed_blocks: int
+    stage: SequenceStage = SequenceStage.WAITING
+    blocks: list[int] = field(default_factory=list)
+    is_landed: bool = False
+    has_first_token: bool = False
+    is_growing: bool = False
+    stop: MooncakeError | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.stage in (SequenceStage.FINISHED, SequenceStage.STOPPED)
+
+    @property
+    def position(self) -> int:
+        """Where the token fed next stands, and its KV will lie."""
+        return self.length - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewToken:
+    """What one step brought for one sequence. ``position`` counts the tokens drawn before it."""
+
+    sequence: DecodeSequence
+    position: int
+    token: int
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeBlocks:
+    """Blocks ``first_block`` onwards of a sequence are whole now; their keys."""
+
+    sequence: DecodeSequence
+    first_block: int
+    keys: tuple[BlockKey, ...]
+
+
+class DecodeCore:
+    """All sequences of one decode instance, in order of admission."""
+
+    def __init__(self, *, block_tokens: int, max_batch: int, max_jobs: int) -> None:
+        self._block_tokens = block_tokens
+        self._max_batch = max_batch
+        self._max_jobs = max_jobs
+        self._sequences: dict[JobId, DecodeSequence] = {}
+        self._early_tokens: OrderedDict[JobId, int] = OrderedDict()
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def n_jobs(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def n_waiting(self) -> int:
+        return sum(sequence.stage is SequenceStage.WAITING for sequence in self._sequences.values())
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of all sequences together."""
+        return sum(sequence.length for sequence in self._sequences.values())
+
+    def get(self, job_id: JobId) -> DecodeSequence | None:
+        return self._sequences.get(job_id)
+
+    def sequences(self) -> list[DecodeSequence]:
+        return list(self._sequences.values())
+
+    # --- towards the batch --------------------------------------------------------------------------------------------
+
+    def submit(self, job: DecodeJob, now_s: float) -> DecodeSequence | QueueFull:
+        """Enter a job, which must be new: it waits for its KV and its first token."""
+        if len(self._sequences) >= self._max_jobs:
+            return QueueFull.QUEUE_FULL
+        if job.job_id in self._sequences:
+            raise InvalidTransition(
+                f"job {job.job_id}", old=self._sequences[job.job_id].stage.value, new=SequenceStage.WAITING.value
+            )
+        prompt = np.frombuffer(job.tokens, dtype="<i4")
+        room = max(1, job.stopping.max_new_tokens - job.drawn_tokens)
+        tokens = np.zeros(len(prompt) + room, dtype=np.int32)
+        tokens[: len(prompt)] = prompt
+        keys = list(split_keys(job.keys))
+        sequence = DecodeSequence(
+            job=job,
+            prompt_tokens=len(prompt),
+            tokens=tokens,
+            length=len(prompt),
+            drawn=job.drawn_tokens,
+            admitted_s=now_s,
+            last_key=keys[-1] if keys else BlockKey(job.key_root),
+            sealed_blocks=len(keys),
+        )
+        self._sequences[job.job_id] = sequence
+        if (early := self._early_tokens.pop(job.job_id, None)) is not None:
+            self.first_token(job.job_id, early)
+        return sequence
+
+    def landed(self, sequence: DecodeSequence) -> None:
+        """All KV of the prompt is in the sequence's blocks."""
+        sequence.is_landed = True
+        self._perhaps_ready(sequence)
+
+    def first_token(self, job_id: JobId, token: int) -> None:
+        """The token that prefill drew; a second one changes nothing.
+
+        One for an unknown job is kept for a while: a fast prefill may be done before the job has arrived here.
+        """
+        sequence = self._sequences.get(job_id)
+        if sequence is None:
+            self._early_tokens[job_id] = token
+            if len(self._early_tokens) > _MAX_EARLY_TOKENS:
+                self._early_tokens.popitem(last=False)
+            return
+        if sequence.has_first_token or sequence.is_over:
+            return
+        self._append(sequence, token)
+        sequence.has_first_token = True
+        self._perhaps_ready(sequence)
+
+    def _perhaps_ready(self, sequence: DecodeSequence) -> None:
+        if sequence.is_landed and sequence.has_first_token and sequence.stage is SequenceStage.WAITING:
+            self._move(sequence, SequenceStage.READY)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def plan_step(self) -> list[DecodeSequence]:
+        """The next batch, oldest first; ready sequences join as places allow, stalled ones sit out."""
+        batch: list[DecodeSequence] = []
+        for sequence in self._sequences.values():
+            if len(batch) >= self._max_batch:
+                break
+            if sequence.stop is not None or not self._has_room(sequence):
+                continue
+            if sequence.stage is SequenceStage.READY:
+                self._move(sequence, SequenceStage.RUNNING)
+            if sequence.stage is SequenceStage.RUNNING:
+                batch.append(sequence)
+        return batch
+
+    def step_finished(self, batch: Sequence[DecodeSequence], drawn: Sequence[int]) -> list[NewToken]:
+        """Enter one drawn token for each sequence of *batch* that still runs."""
+        news = []
+        for sequence, token in zip(batch, drawn, strict=True):
+            if sequence.stage is not SequenceStage.RUNNING or sequence.stop is not None:
+                continue
+            position = sequence.drawn
+            finish = finish_after(token, position, sequence.job.stopping)
+            self._append(sequence, token)
+            if finish is not None:
+                self._move(sequence, SequenceStage.FINISHED)
+            news.append(NewToken(sequence=sequence, position=position, token=token, finish=finish))
+        return news
+
+    def wants_growth(self, ahead_tokens: int) -> list[DecodeSequence]:
+        """Sequences that will need another block within *ahead_tokens* steps, marked as growing."""
+        wanting = [
+            sequence
+            for sequence in self._sequences.values()
+            if sequence.stage in _ACTIVE
+            and not sequence.is_growing
+            and self._room_tokens(sequence) <= min(ahead_tokens, self._left_tokens(sequence) - 1)
+        ]
+        for sequence in wanting:
+            sequence.is_growing = True
+        return wanting
+
+    def grown(self, sequence: DecodeSequence, block: int | None) -> DecodeSequence | None:
+        """A growth request was answered. Returns the sequence that must go when a stalled one got nothing."""
+        sequence.is_growing = False
+        if block is not None:
+            sequence.blocks.append(block)
+            return None
+        if self._has_room(sequence) or sequence.is_over:
+            return None
+        active = [other for other in self._sequences.values() if other.stage in _ACTIVE and other.stop is None]
+        return active[-1] if active else None
+
+    def whole_blocks(self, sequence: DecodeSequence) -> WholeBlocks | None:
+        """Blocks of *sequence* that became whole since the last call; they can be shared."""
+        whole = sequence.position // self._block_tokens
+        first = sequence.sealed_blocks
+        if whole <= first:
+            return None
+        tokens = sequence.tokens[first * self._block_tokens : whole * self._block_tokens]
+        keys = chain(sequence.last_key, token_bytes(tokens.tolist()), self._block_tokens)
+        sequence.last_key = keys[-1]
+        sequence.sealed_blocks = whole
+        return WholeBlocks(sequence=sequence, first_block=first, keys=tuple(keys))
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def stopped(self, sequence: DecodeSequence) -> None:
+        """End a sequence early; fine for one that is over."""
+        if not sequence.is_over:
+            self._move(sequence, SequenceStage.STOPPED)
+
+    def forget(self, sequence: DecodeSequence) -> None:
+        """A sequence that is over has given everything back: it leaves the books."""
+        if not sequence.is_over:
+            raise InvalidTransition(f"job {sequence.job.job_id}", old=sequence.stage.value, new="forgotten")
+        self._sequences.pop(sequence.job.job_id, None)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _append(self, sequence: DecodeSequence, token: int) -> None:
+        sequence.tokens[sequence.length] = token
+        sequence.length += 1
+        sequence.drawn += 1
+
+    def _room_tokens(self, sequence: DecodeSequence) -> int:
+        """Further steps that fit into the blocks there are."""
+        return len(sequence.blocks) * self._block_tokens - sequence.position
+
+    def _left_tokens(self, sequence: DecodeSequence) -> int:
+        """Steps until ``max_new_tokens``."""
+        return sequence.job.stopping.max_new_tokens - sequence.drawn
+
+    def _has_room(self, sequence: DecodeSequence) -> bool:
+        return self._room_tokens(sequence) > 0
+
+    def _move(self, sequence: DecodeSequence, stage: SequenceStage) -> None:
+        if (sequence.stage, stage) not in _MOVES:
+            raise InvalidTransition(f"job {sequence.job.job_id}", old=sequence.stage.value, new=stage.value)
+        sequence.stage = stage
+
+
+_ACTIVE: Final = frozenset({SequenceStage.READY, SequenceStage.RUNNING})

@@ -1,0 +1,299 @@
+"""The decode process: KV arrives, sequences join the running batch, tokens go out.
+
+====== ========== =================================================================
+socket who        what flows
+====== ========== =================================================================
+ROUTER gateways   DecodeJob, CancelJob
+ROUTER prefill    PrefillDone
+DEALER gateways   TokenBatch (one per step and gateway), JobFailed
+DEALER messenger  Acquire with a landing, AwaitLanding, Grow, Seal, Release
+DEALER conductor  membership
+====== ========== =================================================================
+
+Each job waits for its KV in a task of its own. One task steps the batch: while the engine thread computes a step, the
+tokens of the step before are sent, blocks are sealed and growth is asked for.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from time import monotonic
+from typing import Final
+
+import structlog
+
+from mooncake_mesh.config import DecodeConfig
+from mooncake_mesh.decode.core import DecodeCore, DecodeSequence, NewToken, QueueFull
+from mooncake_mesh.engine.api import DecodeSlot, Drawn, Engine, SampleRequest
+from mooncake_mesh.errors import Aborted, InternalError, MooncakeError, NoFreeBlocks, PeerUnreachable, Rejected
+from mooncake_mesh.mesh.bell import Bell
+from mooncake_mesh.mesh.rpc import Caller, Handler
+from mooncake_mesh.mesh.runtime import Lifecycle
+from mooncake_mesh.policy.stopping import banned_tokens
+from mooncake_mesh.worker.station import Station
+from mooncake_proto.control import Load, Ok, Role
+from mooncake_proto.serving import CancelJob, DecodeJob, PrefillDone, TokenBatch, TokenEntry
+from mooncake_proto.transfer import Acquire, Acquired, AwaitLanding, Grow, Grown, Landed, Seal
+
+log = structlog.get_logger(__name__)
+
+_GROW_AHEAD_TOKENS: Final = 8
+_CALL_TIMEOUT_S: Final = 5.0
+_MIN_TIMEOUT_S: Final = 0.01
+_STEP_MEMORY: Final = 0.9
+
+
+class DecodeService:
+    """One decode instance."""
+
+    def __init__(self, config: DecodeConfig, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        self._core = DecodeCore(
+            block_tokens=config.block_tokens,
+            max_batch=config.max_batch,
+            max_jobs=config.max_batch + config.max_waiting_jobs,
+        )
+        self._station = Station(
+            config,
+            Role.DECODE,
+            tasks,
+            load=self._load,
+            on_stop=self._stop_all,
+            on_gateway_lost=self._gateway_lost,
+        )
+        self._changed = Bell()
+        self._over = Bell()
+        self._stepping: frozenset[str] = frozenset()
+        self._step_s = 0.0
+
+    async def run(self, lifecycle: Lifecycle) -> None:
+        """Serve until *lifecycle* says stop; then finish what was accepted."""
+        self._engine: Engine = await self._station.load_engine()
+        self._layout = self._engine.spec.layout
+        handlers: dict[type, Handler] = {
+            DecodeJob: self._submit,
+            PrefillDone: self._prefill_done,
+            CancelJob: self._cancel,
+        }
+        await self._station.run(self._engine, lifecycle, handlers, [self._step_forever()], self._idle)
+
+    async def _idle(self) -> None:
+        await self._over.until(lambda: None if self._core.n_jobs else True)
+
+    def _load(self) -> Load:
+        return Load(
+            queued_jobs=self._core.n_waiting,
+            running_jobs=self._core.n_jobs - self._core.n_waiting,
+            running_tokens=self._core.context_tokens,
+            step_s=self._step_s,
+            draining=self._station.is_draining,
+        )
+
+    # --- jobs in ------------------------------------------------------------------------------------------------------
+
+    async def _submit(self, job: DecodeJob, _: Caller) -> Ok:
+        self._station.check_placement(job.incarnation)
+        await self._station.peers.reach(job.stream_endpoint)
+        sequence = self._core.submit(job, monotonic())
+        if isinstance(sequence, QueueFull):
+            raise Rejected("decode_queue_full", unavailable=False, retry_after_s=1.0)
+        self._tasks.create_task(self._receive(sequence))
+        return Ok()
+
+    def _prefill_done(self, done: PrefillDone, _: Caller) -> None:
+        self._core.first_token(done.job_id, done.token)
+        self._changed.ring()
+
+    async def _receive(self, sequence: DecodeSequence) -> None:
+        """Reserve the blocks, wait for the KV, then let the sequence into the batch."""
+        job = sequence.job
+        prompt_blocks = self._layout.blocks_for(sequence.prompt_tokens)
+        request = Acquire(
+            job_id=job.job_id,
+            instance_id=self._station.me.instance_id,
+            incarnation=self._station.me.incarnation,
+            keys=job.keys,
+            n_blocks=self._layout.blocks_for(sequence.prompt_tokens + 1),
+            max_cached_blocks=len(job.keys),
+            landing=job.transfer_id,
+            landing_blocks=prompt_blocks,
+            landing_layers=self._layout.layers,
+        )
+        try:
+            acquired = await self._station.messenger.call(request, Acquired, timeout_s=self._left_s(sequence))
+            sequence.blocks = list(acquired.blocks)
+            wait = AwaitLanding(transfer_id=job.transfer_id)
+            landed = await self._station.messenger.call(wait, Landed, timeout_s=self._left_s(sequence))
+        except MooncakeError as error:
+            await self._give_up(sequence, sequence.stop or error)
+            return
+        log.info(
+            "kv_landed",
+            job_id=job.job_id,
+            received_bytes=landed.received_bytes,
+            first_slice_s=round(landed.first_slice_s, 4),
+            last_slice_s=round(landed.last_slice_s, 4),
+            cached_blocks=acquired.cached_blocks,
+        )
+        if sequence.stop is not None:
+            await self._give_up(sequence, sequence.stop)
+            return
+        self._core.landed(sequence)
+        self._changed.ring()
+
+    # --- stopping -----------------------------------------------------------------------------------------------------
+
+    async def _cancel(self, request: CancelJob, _: Caller) -> Ok:
+        """Answers when nothing of the job is left, at the latest after the step that is running."""
+        sequence = self._core.get(request.job_id)
+        if sequence is not None:
+            log.info("job_cancelled", job_id=request.job_id, stage=sequence.stage.value, reason=request.reason)
+            self._stop(sequence, Aborted(request.reason or "cancelled"))
+            await self._over.until(lambda: None if self._core.get(request.job_id) is sequence else True)
+        return Ok()
+
+    def _stop(self, sequence: DecodeSequence, why: MooncakeError) -> None:
+        """End a sequence: at once when no step and no landing works on it, else by who does."""
+        if sequence.stop is not None or sequence.is_over:
+            return
+        sequence.stop = why
+        if not sequence.is_landed:  # the release fails the landing, on which the job's own task waits
+            self._tasks.create_task(self._station.release(sequence.job.job_id))
+        elif sequence.job.job_id not in self._stepping:
+            self._tasks.create_task(self._give_up(sequence, why))
+
+    def _stop_all(self, why: MooncakeError) -> None:
+        for sequence in self._core.sequences():
+            self._stop(sequence, why)
+
+    def _gateway_lost(self, endpoint: str) -> None:
+        for sequence in self._core.sequences():
+            if sequence.job.stream_endpoint == endpoint:
+                self._stop(sequence, Aborted("the gateway is gone"))
+
+    async def _give_up(self, sequence: DecodeSequence, error: MooncakeError) -> None:
+        if not sequence.is_over and not isinstance(error, Aborted):
+            self._station.report_failure(sequence.job.job_id, sequence.job.stream_endpoint, error)
+        self._core.stopped(sequence)
+        await self._close(sequence)
+
+    async def _close(self, sequence: DecodeSequence) -> None:
+        await self._station.release(sequence.job.job_id)
+        self._core.forget(sequence)
+        self._over.ring()
+        self._changed.ring()
+
+    def _left_s(self, sequence: DecodeSequence) -> float:
+        return max(_MIN_TIMEOUT_S, sequence.admitted_s + sequence.job.deadline_s - monotonic())
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    async def _step_forever(self) -> None:
+        news: list[tuple[NewToken, Drawn]] = []
+        while True:
+            batch = self._core.plan_step()
+            if not batch:
+                self._settle(news)
+                news = []
+                batch = await self._changed.until(lambda: self._core.plan_step() or None)
+            self._stepping = frozenset(sequence.job.job_id for sequence in batch)
+            slots = [self._slot(sequence) for sequence in batch]
+            started_s = monotonic()
+            step = self._tasks.create_task(self._station.on_engine_thread(self._engine.decode, slots))
+            self._settle(news)
+            news = await self._finish_step(batch, step)
+            self._note_step(monotonic() - started_s)
+
+    async def _finish_step(
+        self, batch: Sequence[DecodeSequence], step: "asyncio.Task[list[Drawn]]"
+    ) -> list[tuple[NewToken, Drawn]]:
+        try:
+            drawn = await step
+        except Exception as error:
+            log.error("engine_failed", jobs=len(batch), exc_info=error)
+            failure = InternalError(f"decode failed: {type(error).__name__}")
+            for sequence in batch:
+                sequence.stop = sequence.stop or failure
+            drawn = []
+        self._stepping = frozenset()
+        for sequence in batch:
+            if sequence.stop is not None:
+                self._tasks.create_task(self._give_up(sequence, sequence.stop))
+        if not drawn:
+            return []
+        by_job = {sequence.job.job_id: one for sequence, one in zip(batch, drawn, strict=True)}
+        news = self._core.step_finished(batch, [one.token for one in drawn])
+        return [(new, by_job[new.sequence.job.job_id]) for new in news]
+
+    def _slot(self, sequence: DecodeSequence) -> DecodeSlot:
+        job = sequence.job
+        return DecodeSlot(
+            sequence=job.job_id,
+            token=int(sequence.tokens[sequence.position]),
+            position=sequence.position,
+            blocks=sequence.blocks,
+            sample=SampleRequest(
+                sampling=job.sampling,
+                position=sequence.drawn,
+                history=sequence.tokens[: sequence.length],
+                banned=banned_tokens(sequence.drawn, job.stopping),
+            ),
+        )
+
+    def _settle(self, news: Sequence[tuple[NewToken, Drawn]]) -> None:
+        """Everything a finished step leads to; runs while the next one computes."""
+        by_gateway: dict[str, list[TokenEntry]] = defaultdict(list)
+        for new, drawn in news:
+            job = new.sequence.job
+            entry = TokenEntry(
+                job_id=job.job_id, position=new.position, token=new.token, logprob=drawn.logprob, finish=new.finish
+            )
+            by_gateway[job.stream_endpoint].append(entry)
+            self._share(new.sequence)
+            if new.finish is not None:
+                self._tasks.create_task(self._close(new.sequence))
+        for endpoint, entries in by_gateway.items():
+            self._send(endpoint, entries)
+        growing = self._core.wants_growth(_GROW_AHEAD_TOKENS)
+        if growing:
+            self._tasks.create_task(self._grow(growing))
+
+    def _send(self, endpoint: str, entries: Sequence[TokenEntry]) -> None:
+        batch = TokenBatch(instance_id=self._station.me.instance_id, entries=tuple(entries))
+        try:
+            self._station.peers.get(endpoint).post(batch)
+        except PeerUnreachable:
+            self._gateway_lost(endpoint)
+
+    def _share(self, sequence: DecodeSequence) -> None:
+        whole = self._core.whole_blocks(sequence)
+        if whole is None:
+            return
+        seal = Seal(job_id=sequence.job.job_id, first_block=whole.first_block, keys=b"".join(whole.keys))
+        try:
+            self._station.messenger.post(seal)
+        except PeerUnreachable:  # sharing is for others; a lost messenger ends this job by another way
+            log.debug("seal_undelivered", job_id=sequence.job.job_id)
+
+    async def _grow(self, sequences: Sequence[DecodeSequence]) -> None:
+        request = Grow(jobs=tuple(sequence.job.job_id for sequence in sequences))
+        try:
+            blocks = (await self._station.messenger.call(request, Grown, timeout_s=_CALL_TIMEOUT_S)).blocks
+        except MooncakeError as error:
+            log.warning("growth_failed", jobs=len(sequences), code=error.code)
+            blocks = {}
+        for sequence in sequences:
+            victim = self._core.grown(sequence, blocks.get(sequence.job.job_id))
+            if victim is not None:
+                log.info("job_preempted", job_id=victim.job.job_id, for_job=sequence.job.job_id)
+                self._stop(victim, NoFreeBlocks("preempted: the KVCache pool of the node is full"))
+        self._changed.ring()
+
+    def _note_step(self, elapsed_s: float) -> None:
+        self._step_s = _STEP_MEMORY * self._step_s + (1 - _STEP_MEMORY) * elapsed_s if self._step_s else elapsed_s
+
+
+async def run(config: DecodeConfig, lifecycle: Lifecycle) -> None:
+    """Run a decode instance until *lifecycle* says stop."""
+    async with asyncio.TaskGroup() as tasks:
+        await DecodeService(config, tasks).run(lifecycle)

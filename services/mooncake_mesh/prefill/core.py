@@ -1,0 +1,159 @@
+"""What a prefill instance decides, pure: which job is next, how its prompt is cut, what became of it.
+
+::
+
+    QUEUED → ACQUIRING → READY → COMPUTING → SENDING → DONE
+       └─────────┴─────────┴─────────┴──────────┴────→ FAILED | CANCELLED
+"""
+
+import enum
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from mooncake_mesh.errors import InvalidTransition, MooncakeError
+from mooncake_proto.ids import JobId
+from mooncake_proto.serving import PrefillJob
+
+
+class JobStage(enum.Enum):
+    QUEUED = "queued"
+    ACQUIRING = "acquiring"
+    READY = "ready"
+    COMPUTING = "computing"
+    SENDING = "sending"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_ORDER: Final = (
+    JobStage.QUEUED,
+    JobStage.ACQUIRING,
+    JobStage.READY,
+    JobStage.COMPUTING,
+    JobStage.SENDING,
+    JobStage.DONE,
+)
+_ENDS: Final = frozenset({JobStage.DONE, JobStage.FAILED, JobStage.CANCELLED})
+_MOVES: Final = frozenset(
+    {
+        *itertools.pairwise(_ORDER),
+        (JobStage.COMPUTING, JobStage.DONE),  # nothing to send: one token was all that was wanted
+        *((stage, end) for stage in _ORDER[:-1] for end in (JobStage.FAILED, JobStage.CANCELLED)),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Prompt positions ``start`` .. ``end - 1`` of one forward."""
+
+    start: int
+    end: int
+
+
+class QueueFull(enum.Enum):
+    """The answer to one job too many."""
+
+    QUEUE_FULL = "queue_full"
+
+
+@dataclass(slots=True)
+class QueuedJob:
+    """One job and where it stands.
+
+    ``stop`` says why it should end early; the engine thread reads it between layers. Times as in :meth:`submit`.
+    """
+
+    job: PrefillJob
+    prompt_tokens: int
+    queued_s: float
+    stage: JobStage = JobStage.QUEUED
+    blocks: tuple[int, ...] = ()
+    cached_tokens: int = 0
+    started_s: float = 0.0
+    stop: MooncakeError | None = None
+    history: list[str] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return self.stage in _ENDS
+
+
+class PrefillCore:
+    """Jobs of one prefill instance, first come, first served."""
+
+    def __init__(self, *, chunk_tokens: int, block_tokens: int, max_queued_jobs: int) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._block_tokens = block_tokens
+        self._max_queued_jobs = max_queued_jobs
+        self._jobs: dict[JobId, QueuedJob] = {}
+        self._queue: deque[JobId] = deque()
+
+    @property
+    def queued_jobs(self) -> int:
+        """Jobs that are not computed yet."""
+        return sum(job.stage in _WAITING for job in self._jobs.values())
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are still to be computed, as far as is known."""
+        return sum(job.prompt_tokens - job.cached_tokens for job in self._jobs.values() if job.stage in _WAITING)
+
+    @property
+    def running_jobs(self) -> int:
+        return len(self._jobs)
+
+    def get(self, job_id: JobId) -> QueuedJob | None:
+        return self._jobs.get(job_id)
+
+    def jobs(self) -> list[QueuedJob]:
+        return list(self._jobs.values())
+
+    def submit(self, job: PrefillJob, now_s: float) -> QueuedJob | QueueFull:
+        """Queue a job, which must be new."""
+        if len(self._jobs) >= self._max_queued_jobs:
+            return QueueFull.QUEUE_FULL
+        if job.job_id in self._jobs:
+            raise InvalidTransition(f"job {job.job_id}", old=self._jobs[job.job_id].stage.value, new="queued")
+        entry = QueuedJob(job=job, prompt_tokens=len(job.tokens) // 4, queued_s=now_s)
+        self._jobs[job.job_id] = entry
+        self._queue.append(job.job_id)
+        return entry
+
+    def next_job(self) -> QueuedJob | None:
+        """Take the next job off the queue: it acquires its blocks now. None when nobody waits."""
+        while self._queue:
+            entry = self._jobs.get(self._queue.popleft())
+            if entry is not None and entry.stage is JobStage.QUEUED:
+                self.move(entry, JobStage.ACQUIRING)
+                return entry
+        return None
+
+    def acquired(self, entry: QueuedJob, blocks: tuple[int, ...], cached_blocks: int) -> None:
+        """Its blocks are here; the caller asked for few enough cached ones that the last token is computed."""
+        entry.blocks = blocks
+        entry.cached_tokens = cached_blocks * self._block_tokens
+        self.move(entry, JobStage.READY)
+
+    def chunks(self, entry: QueuedJob) -> list[Chunk]:
+        """How the uncached part of the prompt is cut; every boundary but the last falls between blocks."""
+        start, end = entry.cached_tokens, entry.prompt_tokens
+        step = self._chunk_tokens or end
+        return [Chunk(start=at, end=min(at + step, end)) for at in range(start, end, step)]
+
+    def move(self, entry: QueuedJob, stage: JobStage) -> None:
+        """Advance a job; one that is over leaves the books. Raises InvalidTransition and changes nothing."""
+        if (entry.stage, stage) not in _MOVES:
+            raise InvalidTransition(
+                f"job {entry.job.job_id}", old=entry.stage.value, new=stage.value, history=entry.history
+            )
+        entry.history.append(entry.stage.value)
+        entry.stage = stage
+        if entry.is_over:
+            del self._jobs[entry.job.job_id]
+
+
+_WAITING: Final = frozenset({JobStage.QUEUED, JobStage.ACQUIRING, JobStage.READY, JobStage.COMPUTING})

@@ -1,0 +1,325 @@
+"""The prefill process: jobs in, KV streamed out layer by layer, first tokens drawn.
+
+====== ========== ==================================================================
+socket who        what flows
+====== ========== ==================================================================
+ROUTER gateways   PrefillJob, CancelJob
+DEALER gateways   FirstToken, JobFailed (to their stream ROUTER)
+DEALER messenger  Acquire, StartSend, SliceReady, Seal, FinishSend, Release
+DEALER decode     PrefillDone
+DEALER conductor  membership
+====== ========== ==================================================================
+
+Three tasks form a pipeline: one acquires blocks for the next job while the engine thread computes the current one, and
+each computed job waits for its last slices in a task of its own.
+"""
+
+import asyncio
+from time import monotonic
+from typing import Final
+
+import numpy as np
+import structlog
+
+from mooncake_mesh.config import PrefillConfig
+from mooncake_mesh.engine.api import Drawn, Engine, PrefillChunk, SampleRequest, TokenArray
+from mooncake_mesh.errors import Aborted, InternalError, MooncakeError, PeerUnreachable, Rejected
+from mooncake_mesh.kv.block_hash import split_keys
+from mooncake_mesh.mesh.bell import Bell
+from mooncake_mesh.mesh.rpc import Caller, Handler
+from mooncake_mesh.mesh.runtime import Lifecycle
+from mooncake_mesh.policy.stopping import banned_tokens, finish_after
+from mooncake_mesh.prefill.core import JobStage, PrefillCore, QueuedJob, QueueFull
+from mooncake_mesh.worker.station import Station
+from mooncake_proto.control import Load, Ok, Role
+from mooncake_proto.ids import BlockKey
+from mooncake_proto.serving import CancelJob, FirstToken, PrefillDone, PrefillJob
+from mooncake_proto.transfer import Acquire, Acquired, FinishSend, Seal, SendReport, SliceReady, StartSend
+
+log = structlog.get_logger(__name__)
+
+_READY_JOBS: Final = 1
+_RATE_MEMORY: Final = 0.8
+_MIN_TIMEOUT_S: Final = 0.01
+
+
+class _StopRequested(Exception):
+    """Raised on the engine thread to leave a forward; never leaves this module."""
+
+
+class PrefillService:
+    """One prefill instance of one stage."""
+
+    def __init__(self, config: PrefillConfig, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        self._core = PrefillCore(
+            chunk_tokens=config.chunk_tokens,
+            block_tokens=config.block_tokens,
+            max_queued_jobs=config.max_queued_jobs,
+        )
+        self._station = Station(
+            config,
+            Role.PREFILL,
+            tasks,
+            load=self._load,
+            on_stop=self._stop_all,
+            on_gateway_lost=self._gateway_lost,
+        )
+        self._submitted = Bell()
+        self._over = Bell()
+        self._ready: asyncio.Queue[QueuedJob] = asyncio.Queue(_READY_JOBS)
+        self._tokens_per_s = 0.0
+
+    async def run(self, lifecycle: Lifecycle) -> None:
+        """Serve until *lifecycle* says stop; then finish what was accepted."""
+        self._engine: Engine = await self._station.load_engine()
+        self._layout = self._engine.spec.layout
+        handlers: dict[type, Handler] = {PrefillJob: self._submit, CancelJob: self._cancel}
+        background = [self._acquire_jobs(), self._compute_jobs()]
+        await self._station.run(self._engine, lifecycle, handlers, background, self._idle)
+
+    async def _idle(self) -> None:
+        await self._over.until(lambda: None if self._core.running_jobs else True)
+
+    def _load(self) -> Load:
+        return Load(
+            queued_jobs=self._core.queued_jobs,
+            queued_tokens=self._core.queued_tokens,
+            running_jobs=self._core.running_jobs,
+            prefill_tokens_per_s=self._tokens_per_s,
+            draining=self._station.is_draining,
+        )
+
+    # --- jobs in ------------------------------------------------------------------------------------------------------
+
+    async def _submit(self, job: PrefillJob, _: Caller) -> Ok:
+        self._station.check_placement(job.incarnation)
+        await self._station.peers.reach(job.stream_endpoint)
+        entry = self._core.submit(job, monotonic())
+        if isinstance(entry, QueueFull):
+            raise Rejected("prefill_queue_full", unavailable=False, retry_after_s=1.0)
+        self._submitted.ring()
+        return Ok()
+
+    async def _cancel(self, request: CancelJob, _: Caller) -> Ok:
+        """Answers when nothing of the job is left: at the next layer of a running forward, at once otherwise."""
+        entry = self._core.get(request.job_id)
+        if entry is not None:
+            log.info("job_cancelled", job_id=request.job_id, stage=entry.stage.value, reason=request.reason)
+            self._stop(entry, Aborted(request.reason or "cancelled"))
+            await self._over.until(lambda: True if entry.is_over else None)
+        return Ok()
+
+    def _stop(self, entry: QueuedJob, why: MooncakeError) -> None:
+        """Ask a job to end. Who works on it sees that; a job nobody works on, or that only waits, is ended here."""
+        if entry.stop is not None:
+            return
+        entry.stop = why
+        if entry.stage is JobStage.QUEUED:
+            self._tasks.create_task(self._give_up(entry, why))
+        elif entry.stage is JobStage.SENDING:  # the release ends the transfer, on which the job's own task waits
+            self._tasks.create_task(self._station.release(entry.job.job_id))
+
+    def _stop_all(self, why: MooncakeError) -> None:
+        for entry in self._core.jobs():
+            self._stop(entry, why)
+
+    def _gateway_lost(self, endpoint: str) -> None:
+        for entry in self._core.jobs():
+            if entry.job.stream_endpoint == endpoint:
+                self._stop(entry, Aborted("the gateway is gone"))
+
+    def _left_s(self, entry: QueuedJob) -> float:
+        return max(_MIN_TIMEOUT_S, entry.queued_s + entry.job.deadline_s - monotonic())
+
+    # --- the pipeline -------------------------------------------------------------------------------------------------
+
+    async def _acquire_jobs(self) -> None:
+        while True:
+            entry = await self._submitted.until(self._core.next_job)
+            try:
+                await self._acquire(entry)
+            except MooncakeError as error:
+                await self._give_up(entry, error)
+            else:
+                await self._ready.put(entry)
+
+    async def _acquire(self, entry: QueuedJob) -> None:
+        job = entry.job
+        n_blocks = self._layout.blocks_for(entry.prompt_tokens)
+        request = Acquire(
+            job_id=job.job_id,
+            instance_id=self._station.me.instance_id,
+            incarnation=self._station.me.incarnation,
+            keys=job.keys,
+            n_blocks=n_blocks,
+            max_cached_blocks=(entry.prompt_tokens - 1) // self._layout.block_tokens,
+            fetch_from=job.fetch_from,
+            fetch_blocks=job.fetch_prefix_blocks,
+        )
+        acquired = await self._station.messenger.call(request, Acquired, timeout_s=self._left_s(entry))
+        self._core.acquired(entry, acquired.blocks, acquired.cached_blocks)
+        if job.decode is not None:
+            start = StartSend(
+                job_id=job.job_id,
+                transfer_id=job.transfer_id,
+                target=job.decode.messenger_endpoint,
+                n_blocks=n_blocks,
+                layers=self._layout.layers,
+                deadline_s=self._left_s(entry),
+            )
+            self._station.messenger.post(start)
+            if acquired.cached_blocks:
+                self._announce(entry, 0, self._layout.layers, 0, acquired.cached_blocks)
+
+    async def _compute_jobs(self) -> None:
+        while True:
+            entry = await self._ready.get()
+            try:
+                await self._deliver(entry, await self._compute(entry))
+            except _StopRequested:
+                await self._give_up(entry, entry.stop or Aborted("stopped"))
+            except MooncakeError as error:
+                await self._give_up(entry, error)
+            except Exception as error:
+                log.error("engine_failed", job_id=entry.job.job_id, exc_info=error)
+                await self._give_up(entry, InternalError(f"prefill failed: {type(error).__name__}"))
+
+    async def _compute(self, entry: QueuedJob) -> Drawn:
+        if entry.stop is not None:
+            raise _StopRequested
+        self._core.move(entry, JobStage.COMPUTING)
+        entry.started_s = monotonic()
+        tokens = np.frombuffer(entry.job.tokens, dtype="<i4").astype(np.int32, copy=False)
+        keys = list(split_keys(entry.job.keys))
+        drawn: Drawn | None = None
+        for chunk in self._core.chunks(entry):
+            is_last = chunk.end == entry.prompt_tokens
+            work = PrefillChunk(
+                sequence=entry.job.job_id,
+                tokens=tokens[chunk.start : chunk.end],
+                start=chunk.start,
+                blocks=entry.blocks,
+                sample=self._sample(entry, tokens) if is_last else None,
+            )
+            drawn = await self._forward(entry, work)
+            self._seal(entry, chunk.start, chunk.end, keys)
+        if drawn is None:
+            raise InternalError(f"job {entry.job.job_id}: the engine drew no token")
+        self._note_rate(entry.prompt_tokens - entry.cached_tokens, monotonic() - entry.started_s)
+        return drawn
+
+    async def _forward(self, entry: QueuedJob, work: PrefillChunk) -> Drawn | None:
+        """One chunk on the engine thread. Slices go to the messenger while later layers compute."""
+        loop = asyncio.get_running_loop()
+        first_block = work.start // self._layout.block_tokens
+        n_blocks = self._layout.blocks_for(work.start + len(work.tokens)) - first_block
+
+        def on_layer(layer: int) -> None:
+            if entry.stop is not None:
+                raise _StopRequested
+            if entry.job.decode is not None:
+                loop.call_soon_threadsafe(self._announce, entry, layer, 1, first_block, n_blocks)
+
+        return await self._station.on_engine_thread(self._engine.prefill, work, on_layer)
+
+    def _sample(self, entry: QueuedJob, tokens: TokenArray) -> SampleRequest:
+        job = entry.job
+        return SampleRequest(
+            sampling=job.sampling,
+            position=job.drawn_tokens,
+            history=tokens,
+            banned=banned_tokens(job.drawn_tokens, job.stopping),
+        )
+
+    def _announce(self, entry: QueuedJob, layer: int, n_layers: int, first_block: int, n_blocks: int) -> None:
+        ready = SliceReady(
+            transfer_id=entry.job.transfer_id,
+            layer=layer,
+            n_layers=n_layers,
+            first_block=first_block,
+            n_blocks=n_blocks,
+        )
+        try:
+            self._station.messenger.post(ready)
+        except PeerUnreachable as error:
+            entry.stop = error
+
+    def _seal(self, entry: QueuedJob, start: int, end: int, keys: list[BlockKey]) -> None:
+        """Whole blocks of positions *start* .. *end* are computed in all layers: share them."""
+        first = start // self._layout.block_tokens
+        last = min(end // self._layout.block_tokens, len(keys))
+        if last > first:
+            self._station.messenger.post(
+                Seal(job_id=entry.job.job_id, first_block=first, keys=b"".join(keys[first:last]))
+            )
+
+    def _note_rate(self, tokens: int, elapsed_s: float) -> None:
+        rate = tokens / max(elapsed_s, 1e-6)
+        self._tokens_per_s = (
+            _RATE_MEMORY * self._tokens_per_s + (1 - _RATE_MEMORY) * rate if self._tokens_per_s else rate
+        )
+
+    # --- jobs out -----------------------------------------------------------------------------------------------------
+
+    async def _deliver(self, entry: QueuedJob, drawn: Drawn) -> None:
+        job = entry.job
+        finish = finish_after(drawn.token, job.drawn_tokens, job.stopping)
+        now_s = monotonic()
+        first = FirstToken(
+            job_id=job.job_id,
+            position=job.drawn_tokens,
+            token=drawn.token,
+            cached_tokens=entry.cached_tokens,
+            prefill_s=now_s - entry.started_s,
+            queue_s=entry.started_s - entry.queued_s,
+            logprob=drawn.logprob,
+            finish=finish,
+        )
+        self._station.peers.get(job.stream_endpoint).post(first)
+        if job.decode is None or finish is not None:
+            await self._close(entry, JobStage.DONE)
+            return
+        done = PrefillDone(job_id=job.job_id, token=drawn.token)
+        await self._station.peers.get(job.decode.endpoint).send(done, timeout_s=self._left_s(entry))
+        self._core.move(entry, JobStage.SENDING)
+        self._tasks.create_task(self._finish_send(entry))
+
+    async def _finish_send(self, entry: QueuedJob) -> None:
+        """Wait for the last slices, then let the blocks go (they stay in the pool for the next turn)."""
+        try:
+            request = FinishSend(transfer_id=entry.job.transfer_id)
+            report = await self._station.messenger.call(request, SendReport, timeout_s=self._left_s(entry))
+            log.info(
+                "prefill_sent",
+                job_id=entry.job.job_id,
+                transport=report.transport,
+                sent_bytes=report.sent_bytes,
+                overlapped_bytes=report.overlapped_bytes,
+                skipped_blocks=report.skipped_blocks,
+                elapsed_s=round(report.elapsed_s, 4),
+            )
+            await self._close(entry, JobStage.DONE)
+        except MooncakeError as error:
+            await self._give_up(entry, entry.stop or error)
+
+    async def _give_up(self, entry: QueuedJob, error: MooncakeError) -> None:
+        """End a job without success; a cancelled one owes the gateway no word."""
+        if isinstance(error, Aborted):
+            await self._close(entry, JobStage.CANCELLED)
+            return
+        self._station.report_failure(entry.job.job_id, entry.job.stream_endpoint, error)
+        await self._close(entry, JobStage.FAILED)
+
+    async def _close(self, entry: QueuedJob, end: JobStage) -> None:
+        """Release what the job holds, then close its books. Whoever comes second finds nothing to do."""
+        await self._station.release(entry.job.job_id)
+        if not entry.is_over:
+            self._core.move(entry, end)
+            self._over.ring()
+
+
+async def run(config: PrefillConfig, lifecycle: Lifecycle) -> None:
+    """Run a prefill instance until *lifecycle* says stop."""
+    async with asyncio.TaskGroup() as tasks:
+        await PrefillService(config, tasks).run(lifecycle)

@@ -1,0 +1,184 @@
+"""What prefill and decode workers share: their place in the mesh, the arena under their engine, word to the gateways.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+import structlog
+
+from mooncake_mesh.config import DecodeConfig, PrefillConfig
+from mooncake_mesh.engine.api import Engine
+from mooncake_mesh.engine.factory import make_engine
+from mooncake_mesh.errors import Draining, MeshError, MooncakeError, PeerUnreachable
+from mooncake_mesh.mesh.arena import Holder
+from mooncake_mesh.mesh.membership import Membership
+from mooncake_mesh.mesh.node_arena import NodeArena
+from mooncake_mesh.mesh.phonebook import Phonebook
+from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
+from mooncake_mesh.mesh.runtime import Lifecycle
+from mooncake_proto.control import Load, Member, ModelCard, Ok, Ping, Pong, Role
+from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, new_incarnation
+from mooncake_proto.serving import JobFailed
+from mooncake_proto.transfer import Release
+
+log = structlog.get_logger(__name__)
+
+_T = TypeVar("_T")
+_RELEASE_TIMEOUT_S: Final = 5.0
+
+WorkerConfig = PrefillConfig | DecodeConfig
+
+
+class Station:
+    """One worker process. ``messenger`` and ``peers`` are for its service to call; all else runs here.
+
+    *on_stop(error)* must end every job of the service with that error: the arena is gone, or draining took too long.
+    *on_gateway_lost(endpoint)* must stop the jobs whose tokens go there. *is_idle* says that no job is left.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        role: Role,
+        tasks: asyncio.TaskGroup,
+        *,
+        load: Callable[[], Load],
+        on_stop: Callable[[MooncakeError], None],
+        on_gateway_lost: Callable[[str], None],
+    ) -> None:
+        self.me = Holder(instance_id=InstanceId(config.instance_id), incarnation=new_incarnation())
+        self.messenger = RpcClient(config.messenger)
+        self.peers = Phonebook(on_lost=on_gateway_lost)
+        self.is_draining = False
+        self._config = config
+        self._role = role
+        self._tasks = tasks
+        self._load = load
+        self._on_stop = on_stop
+        self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._conductor = RpcClient(config.conductor)
+        self._arena: NodeArena | None = None
+
+    async def load_engine(self) -> Engine:
+        """Make the engine on its own thread, where it will live. Raises ModelError."""
+        return await self.on_engine_thread(make_engine, self._config)
+
+    async def on_engine_thread(self, work: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._engine_thread, work, *args)
+
+    async def run(
+        self,
+        engine: Engine,
+        lifecycle: Lifecycle,
+        handlers: dict[type, Handler],
+        background: list[Coroutine[Any, Any, None]],
+        idle: Callable[[], Awaitable[object]],
+    ) -> None:
+        """Serve until *lifecycle* says stop, then let the accepted jobs finish (*idle* returns when they have)."""
+        server = RpcServer(self._config.bind, {Ping: self._ping, **handlers}, self._tasks)
+        self._arena = self._node_arena(engine)
+        running = [self._tasks.create_task(work) for work in (self._arena.run(), *background)]
+        if await self._first_attached(self._arena, lifecycle):
+            membership = Membership(self._conductor, self._member(engine, server.endpoint), self._load)
+            running.append(self._tasks.create_task(membership.run()))
+            lifecycle.ready(endpoint=server.endpoint, model=engine.spec.name)
+            await lifecycle.stopping.wait()
+            await self._drain(membership, idle)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await server.close()
+        self._close()
+
+    def check_placement(self, incarnation: Incarnation) -> None:
+        """Raise unless a job placed on *incarnation* can be taken now."""
+        if incarnation != self.me.incarnation:
+            raise PeerUnreachable("the job was placed on another incarnation of this instance")
+        if self.is_draining or self._arena is None or not self._arena.attached.is_set():
+            raise Draining("this instance takes no jobs now")
+
+    def report_failure(self, job_id: JobId, stream_endpoint: str, error: MooncakeError) -> None:
+        """Tell the gateway that a job is over here."""
+        log.warning("job_failed", job_id=job_id, code=error.code, error=str(error)[:300])
+        failed = JobFailed(
+            job_id=job_id,
+            instance_id=self.me.instance_id,
+            code=error.code,
+            message=str(error)[:500],
+            retryable=error.retryable,
+        )
+        try:
+            self.peers.get(stream_endpoint).post(failed)
+        except MeshError as unreachable:
+            log.info("gateway_unreachable", job_id=job_id, code=unreachable.code)
+
+    async def release(self, job_id: JobId) -> None:
+        """Give the job's blocks back. Needs no success: a messenger that is gone has released all by itself."""
+        try:
+            await self.messenger.call(Release(job_id=job_id), Ok, timeout_s=_RELEASE_TIMEOUT_S)
+        except MooncakeError as error:
+            log.warning("release_failed", job_id=job_id, code=error.code)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _node_arena(self, engine: Engine) -> NodeArena:
+        async def bind(arena: memoryview) -> None:
+            await self.on_engine_thread(engine.bind, arena)
+
+        async def unbind() -> None:
+            await self.on_engine_thread(engine.unbind)
+
+        return NodeArena(
+            self.messenger,
+            self.me,
+            engine.spec.layout.block_bytes,
+            bind=bind,
+            unbind=unbind,
+            on_lost=lambda: self._on_stop(PeerUnreachable("the node's messenger is gone")),
+        )
+
+    async def _first_attached(self, arena: NodeArena, lifecycle: Lifecycle) -> bool:
+        """Wait for the arena, or for the order to stop; whether it was the arena."""
+        waits = [self._tasks.create_task(arena.attached.wait()), self._tasks.create_task(lifecycle.stopping.wait())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        return arena.attached.is_set()
+
+    async def _drain(self, membership: Membership, idle: Callable[[], Awaitable[object]]) -> None:
+        self.is_draining = True
+        await membership.leave()
+        try:
+            async with asyncio.timeout(self._config.drain_s):
+                await idle()
+        except TimeoutError:
+            self._on_stop(Draining("the instance stops"))
+
+    def _member(self, engine: Engine, endpoint: str) -> Member:
+        spec = engine.spec
+        return Member(
+            role=self._role,
+            instance_id=self.me.instance_id,
+            node_id=NodeId(self._config.node_id),
+            incarnation=self.me.incarnation,
+            endpoint=endpoint,
+            model=ModelCard(
+                name=spec.name,
+                fingerprint=spec.fingerprint,
+                dtype=spec.layout.dtype.value,
+                block_tokens=spec.layout.block_tokens,
+                block_bytes=spec.layout.block_bytes,
+                max_context_tokens=spec.max_context_tokens,
+            ),
+        )
+
+    def _ping(self, _: Ping, __: Caller) -> Pong:
+        return Pong(role=self._role, instance_id=self.me.instance_id, incarnation=self.me.incarnation)
+
+    def _close(self) -> None:
+        self.peers.close()
+        self.messenger.close()
+        self._conductor.close()
+        self._engine_thread.shutdown()
