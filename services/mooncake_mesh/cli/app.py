@@ -85,4 +85,5 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib.metadata import version
 
-        parser.exit(message=f"mooncake-mesh {version('mooncake-mesh')}\n")
+        sys.stdout.write(f"mooncake-mesh {version('mooncake-mesh')}\n")
+        parser.exit()

@@ -12,7 +12,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from mooncake_mesh.client import MooncakeClient
 from mooncake_mesh.config import ChatConfig
 from mooncake_mesh.errors import MooncakeError
 
@@ -117,6 +116,8 @@ def _turn(runner: asyncio.Runner, config: ChatConfig, conversation: Conversation
 
 
 async def _ask(config: ChatConfig, messages: list[Message], answer: Answer, write: Callable[[str], None]) -> None:
+    from mooncake_mesh.client import MooncakeClient  # here: the first prompt need not wait for it
+
     async with (
         MooncakeClient(config.gateway) as client,
         aclosing(client.stream_chat(messages=messages, **_parameters(config))) as chunks,

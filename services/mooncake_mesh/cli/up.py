@@ -10,7 +10,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,11 +104,15 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._events.put_nowait, StopAsked())
-        async with asyncio.TaskGroup() as tasks:
-            readiness = tasks.create_task(self._watch_readiness())
-            code = await self._drive(tasks)
-            readiness.cancel()
-        return code
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                readiness = tasks.create_task(self._watch_readiness())
+                code = await self._drive(tasks)
+                readiness.cancel()
+            return code
+        finally:
+            for name in self._processes:
+                self._signal(name, signal.SIGKILL)  # there is nobody left, unless we failed
 
     async def _drive(self, tasks: asyncio.TaskGroup) -> int:
         """Feed events to the core and do what it says, until it says Exit."""
@@ -143,28 +148,27 @@ class Supervisor:
                 assert_never(command)
 
     async def _start(self, spec: ChildSpec, tasks: asyncio.TaskGroup) -> None:
-        output = self._open_log(spec.name)
-        try:
+        with self._output(spec.name) as output:
             process = await asyncio.create_subprocess_exec(
                 *self._command_line(spec),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C reaches us only: the stop has an order
-                preexec_fn=_dies_with(os.getpid()),
+                preexec_fn=dies_with(os.getpid()),
             )
-        finally:
-            if output != sys.stderr.fileno():
-                os.close(output)
         self._processes[spec.name] = process
         log.debug("child_started", child=spec.name, pid=process.pid)
         tasks.create_task(self._reap(spec.name, process))
 
-    def _open_log(self, name: str) -> int:
-        """Descriptor of the child's output. Its stdout goes to our stderr too: our stdout has one line only."""
+    @contextmanager
+    def _output(self, name: str) -> Iterator[int]:
+        """Descriptor for what the child writes. Its stdout goes to our stderr too: our stdout has one line only."""
         if self._config.log_dir is None:
-            return sys.stderr.fileno()
-        return os.open(self._log_file(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            yield sys.stderr.fileno()
+            return
+        with self._log_file(name).open("ab") as file:
+            yield file.fileno()
 
     def _log_file(self, name: str) -> Path:
         return (self._config.log_dir or Path()) / f"{name}.log"
@@ -214,7 +218,7 @@ class Supervisor:
         return next((line for line in reversed(lines) if line.strip()), f"see {file}")
 
 
-def _dies_with(parent: int) -> Callable[[], None]:
+def dies_with(parent: int) -> Callable[[], None]:
     """Runs in the new process: the kernel kills it when *parent* dies, however that happens."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 

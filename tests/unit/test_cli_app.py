@@ -1,0 +1,112 @@
+"""The command line: what it prints, its exit codes, and that it starts without heavy imports."""
+
+import importlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from mooncake_mesh import telemetry
+from mooncake_mesh.cli import roles, up
+from mooncake_mesh.cli.app import main
+from mooncake_mesh.config import SECTIONS, GatewayConfig, PrefillConfig, UpConfig
+from mooncake_mesh.errors import ConfigError, PeerUnreachable, UnsupportedModel
+from mooncake_mesh.mesh import runtime
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_print_config(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--print-config"], environ={}) == 0
+    assert tomllib.loads(capsys.readouterr().out).keys() == {name}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    assert "--print-config" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("mooncake-mesh ")
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["fly"], ["gateway", "--flavour=x"], ["gateway", "--por=1"], ["gateway", "stray"]]
+)
+def test_wrong_line_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(argv, environ={})
+    assert end.value.code == 2
+    assert "mooncake" in capsys.readouterr().err
+
+
+def test_wrong_configuration_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gateway", "--port=70000"], environ={}) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "mooncake gateway: gateway.port: must lie in 0..65535, got 70000 (from --port)\n"
+    assert captured.out == ""
+
+
+def test_up_gets_configuration_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "m.toml"
+    file.write_text("[up]\nport = 9\n")
+    seen: list[object] = []
+
+    def record(*given: object) -> int:
+        seen.extend(given)
+        return 7
+
+    monkeypatch.setattr(up, "run", record)
+    assert main(["up", f"--config={file}", "--decode=2"], environ={}) == 7
+    assert seen == [UpConfig(port=9, decode=2), file]
+
+
+def test_role_gets_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def record(*given: object) -> int:
+        seen.extend(given)
+        return 7
+
+    monkeypatch.setattr(roles, "run", record)
+    assert main(["prefill", "--chunk-tokens=64"], environ={"MOONCAKE_PREFILL_THREADS": "2"}) == 7
+    assert seen == ["prefill", PrefillConfig(chunk_tokens=64, threads=2)]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("is taken", path="gateway.port"), 2, "mooncake gateway: gateway.port: is taken\n"),
+        (UnsupportedModel("T5 is no decoder"), 2, "mooncake gateway: T5 is no decoder\n"),
+        (ExceptionGroup("g", [ExceptionGroup("g", [UnsupportedModel("no")])]), 2, "mooncake gateway: no\n"),
+        (PeerUnreachable("conductor is away"), 1, "mooncake gateway: conductor is away\n"),
+        (ZeroDivisionError("by 0"), 1, "mooncake gateway: ZeroDivisionError: by 0\n"),
+    ],
+)
+def test_failure_of_a_service_is_an_exit_code(
+    error: Exception, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(runtime, "main", fail)
+    monkeypatch.setattr(telemetry, "configure", lambda *_: None)
+    monkeypatch.setattr(importlib, "import_module", lambda name: name)
+    assert roles.run("gateway", GatewayConfig()) == code
+    assert capsys.readouterr().err == line
+
+
+def test_command_line_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; import mooncake_mesh.__main__\n"
+        "print(sorted({'torch', 'transformers', 'zmq', 'uvicorn', 'starlette', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,121 @@
+"""The status table and JSON of a report, and the exit codes."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from mooncake_mesh.cli import status
+from mooncake_mesh.config import StatusConfig
+from mooncake_mesh.errors import CallTimeout
+from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, Role, StatusQuery, StatusReport
+from mooncake_proto.ids import Incarnation, InstanceId, NodeId
+
+
+def _member(role: Role, name: str, load: Load | None = None, health: Health = Health.ALIVE) -> MemberState:
+    member = Member(
+        role=role,
+        instance_id=InstanceId(name),
+        node_id=NodeId("node0"),
+        incarnation=Incarnation("i"),
+        endpoint="ipc:///tmp/x",
+    )
+    return MemberState(member=member, health=health, load=load or Load(), last_beat_s=0.1)
+
+
+def _report(*members: MemberState, healthy: bool = True) -> StatusReport:
+    return StatusReport(
+        cluster=ClusterState(conductor=Incarnation("c"), revision=1, members=members),
+        healthy=healthy,
+        reasons=() if healthy else ("no decode instance", "no gateway"),
+        indexed_blocks={"node0": 12},
+        placed_total=5,
+        rejected_total=1,
+        uptime_s=61.0,
+    )
+
+
+def _shown(report: StatusReport) -> list[list[str]]:
+    out = io.StringIO()
+    status.show(report, Console(file=out, width=160))
+    return [line.split() for line in out.getvalue().splitlines()]
+
+
+def test_table() -> None:
+    pool = Load(blocks_total=100, blocks_free=60, blocks_cached=30, transports="shm,tcp")
+    lines = _shown(
+        _report(
+            _member(Role.MESSENGER, "messenger0", pool),
+            _member(Role.PREFILL, "prefill1", Load(queued_jobs=3, running_jobs=1), Health.SUSPECT),
+            _member(Role.PREFILL, "prefill0", Load(draining=True)),
+            _member(Role.GATEWAY, "gateway0", Load(running_jobs=2)),
+        )
+    )
+    assert lines[1:] == [
+        ["gateway", "gateway0", "node0", "alive", "0", "2", "-", "-", "-", "-"],
+        ["prefill", "prefill0", "node0", "draining", "0", "0", "-", "-", "-", "-"],
+        ["prefill", "prefill1", "node0", "suspect", "3", "1", "-", "-", "-", "-"],
+        ["messenger", "messenger0", "node0", "alive", "-", "-", "60", "30", "100", "shm,tcp"],
+        ["healthy:", "up", "61", "s,", "5", "placed,", "1", "rejected"],
+    ]
+
+
+def test_unhealthy_mesh_says_why() -> None:
+    assert " ".join(_shown(_report(healthy=False))[-1]).startswith(
+        "not healthy: no decode instance; no gateway (up 61 s"
+    )
+
+
+def test_json_has_everything() -> None:
+    report = json.loads(status.as_json(_report(_member(Role.DECODE, "decode0"))))
+    assert report["healthy"] is True
+    assert report["indexed_blocks"] == {"node0": 12}
+    member = report["cluster"]["members"][0]
+    assert (member["member"]["role"], member["health"], member["load"]["queued_jobs"]) == ("decode", "alive", 0)
+
+
+class ScriptedRpc:
+    """Stands in for the client of the conductor."""
+
+    answer: StatusReport | Exception
+
+    def __init__(self, endpoint: str) -> None:
+        pass
+
+    async def __aenter__(self) -> "ScriptedRpc":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def call(self, body: object, expect: type, *, timeout_s: float) -> StatusReport:
+        assert isinstance(body, StatusQuery)
+        assert expect is StatusReport
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [(_report(), 0), (_report(healthy=False), 1), (CallTimeout("no reply in 3 s"), 2)],
+)
+def test_exit_code(
+    answer: StatusReport | Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(status, "RpcClient", ScriptedRpc)
+    monkeypatch.setattr(ScriptedRpc, "answer", answer, raising=False)
+    assert status.run(StatusConfig(conductor="ipc:///tmp/c.ipc")) == code
+    captured = capsys.readouterr()
+    if code == status.UNREACHABLE:
+        assert captured.out == ""
+        assert "no answer from the conductor at ipc:///tmp/c.ipc: no reply in 3 s" in captured.err
+
+
+def test_json_output_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(status, "RpcClient", ScriptedRpc)
+    monkeypatch.setattr(ScriptedRpc, "answer", _report(healthy=False), raising=False)
+    assert status.run(StatusConfig(json=True)) == status.NOT_HEALTHY
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["reasons"] == ["no decode instance", "no gateway"]
