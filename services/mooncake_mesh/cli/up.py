@@ -6,6 +6,7 @@ mesh is ready, and tells it on stdout in one line.
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -157,8 +158,9 @@ class Supervisor:
                 start_new_session=True,  # Ctrl-C reaches us only: the stop has an order
                 preexec_fn=dies_with(os.getpid()),
             )
+        if spec.name in self._processes:
+            log.warning("child_restarted", child=spec.name, pid=process.pid)
         self._processes[spec.name] = process
-        log.debug("child_started", child=spec.name, pid=process.pid)
         tasks.create_task(self._reap(spec.name, process))
 
     @contextmanager
@@ -175,7 +177,7 @@ class Supervisor:
 
     async def _reap(self, name: str, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
-        log.info("child_exited", child=name, pid=process.pid, code=code)
+        log.log(_level_of(code), "child_exited", child=name, pid=process.pid, code=code)
         self._events.put_nowait(ChildExited(name=name, code=code))
 
     def _signal(self, name: str, number: signal.Signals) -> None:
@@ -216,6 +218,11 @@ class Supervisor:
         file = self._log_file(name)
         lines = file.read_text(errors="replace").split("\n")
         return next((line for line in reversed(lines) if line.strip()), f"see {file}")
+
+
+def _level_of(code: int) -> int:
+    """How loudly to tell of a child's end: an orderly one is no news."""
+    return logging.DEBUG if code in (0, -signal.SIGTERM) else logging.WARNING
 
 
 def dies_with(parent: int) -> Callable[[], None]:
