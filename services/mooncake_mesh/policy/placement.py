@@ -68,7 +68,10 @@ def place(request: RequestShape, cluster: ClusterView, cost: CostModel, objectiv
     if isinstance(decode, Refused):
         return decode
 
-    first = min((_estimate(request, p, cost) for p in prefill), key=lambda e: (e.ttft_s, e.instance.instance_id))
+    holder = _longest_holder(request)
+    first = min(
+        (_estimate(request, p, cost, holder) for p in prefill), key=lambda e: (e.ttft_s, e.instance.instance_id)
+    )
     tbt_s, decode_id = min((instance_step_s(d, cost, request.prompt_tokens), d.instance_id) for d in decode)
     if objectives.ttft_s is not None and first.ttft_s > objectives.ttft_s:
         return _contended("ttft_objective", after_s=first.ttft_s - objectives.ttft_s)
@@ -99,7 +102,7 @@ def _contended(reason: str, *, after_s: float = 0.0) -> Refused:
     return Refused(reason=reason, unavailable=False, retry_after_s=max(RETRY_AFTER_S, after_s))
 
 
-def _estimate(request: RequestShape, instance: InstanceView, cost: CostModel) -> _Estimate:
+def _estimate(request: RequestShape, instance: InstanceView, cost: CostModel, holder: NodeId | None) -> _Estimate:
     """The quicker of the two sources of a prefix on *instance*; the local one when they are equal."""
     queue_s = instance_queue_s(instance, cost)
     local_blocks = _usable(request, instance.node_id)
@@ -110,10 +113,7 @@ def _estimate(request: RequestShape, instance: InstanceView, cost: CostModel) ->
         fetch_node=None,
         fetch_blocks=0,
     )
-    holder = _best_other_holder(request, instance.node_id)
-    if holder is None:
-        return best
-    fetch_blocks = _usable(request, holder)
+    fetch_blocks = 0 if holder is None else _usable(request, holder)
     if fetch_blocks <= local_blocks:
         return best
     fetch_s = cost.transfer_s((fetch_blocks - local_blocks) * request.block_bytes)
@@ -129,9 +129,9 @@ def _usable(request: RequestShape, node: NodeId) -> int:
     return min(request.prefix_blocks.get(node, 0), request.usable_prefix_blocks)
 
 
-def _best_other_holder(request: RequestShape, node: NodeId) -> NodeId | None:
-    others = ((-_usable(request, other), other) for other in request.prefix_blocks if other != node)
-    return min(others, default=(0, None))[1]
+def _longest_holder(request: RequestShape) -> NodeId | None:
+    """The node with the longest usable prefix. An instance on that very node finds nothing to copy there."""
+    return min(request.prefix_blocks, key=lambda node: (-_usable(request, node), node), default=None)
 
 
 def _prefill_s(request: RequestShape, instance: InstanceView, cost: CostModel, cached_blocks: int) -> float:
