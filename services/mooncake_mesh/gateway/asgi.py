@@ -1,0 +1,97 @@
+"""What the HTTP door needs of ASGI: bounded bodies, JSON answers, server-sent events, and news of the client's leaving.
+
+Raw ASGI instead of Starlette's responses: a stream's every token passes here, and a request for one whole answer must
+notice a disconnect as well.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Final
+
+import orjson
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mooncake_mesh.gateway.openai_errors import BodyTooLarge, Problem
+from mooncake_proto.ids import RequestId
+
+_SSE_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+def request_id_of(scope: Scope) -> RequestId:
+    """The server's own id of this request, see Front."""
+    return RequestId(scope["state"]["request_id"])
+
+
+async def read_body(scope: Scope, receive: Receive, *, max_bytes: int) -> bytes:
+    """The request's body. Raises BodyTooLarge as soon as it is known to be longer than *max_bytes*, or ClientGone."""
+    declared = Headers(scope=scope).get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise BodyTooLarge(f"the body is longer than {max_bytes} bytes")
+    parts = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise BodyTooLarge(f"the body is longer than {max_bytes} bytes")
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Returns never: raises ClientGone when the client has left. Call after the whole body was read."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+
+
+def json_response(body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), status, headers, "application/json")
+
+
+def problem_response(problem: Problem) -> Response:
+    headers = dict(problem.headers)
+    if problem.status == 413:
+        headers["connection"] = "close"  # the rest of the body is not worth reading
+    return json_response(problem.body(), status=problem.status, headers=headers)
+
+
+class EventStream:
+    """A response of server-sent events that starts with the first of them."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._starting = asyncio.Lock()
+        self.started = False
+
+    async def event(self, content: Any) -> None:
+        """Send *content* as JSON in one event."""
+        if not self.started:
+            await self._start()
+        body = b"data: " + orjson.dumps(content) + b"\n\n"
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _start(self) -> None:
+        async with self._starting:  # choices run side by side: the others' events wait for the head
+            if not self.started:
+                await self._send({"type": "http.response.start", "status": 200, "headers": list(_SSE_HEADERS)})
+                self.started = True
+
+    async def done(self) -> None:
+        """End the response with the customary last event."""
+        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})

@@ -1,0 +1,148 @@
+"""Chat and completion requests as both doors (HTTP, ZeroMQ SDK) serve them: admission, deadline, outcome.
+
+Temperature is 1 unless the request says otherwise, as OpenAI documents it: of a model's generation_config.json only the
+end-of-sequence ids count.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from mooncake_mesh.errors import DeadlineExceeded, Draining, InvalidRequest, Rejected
+from mooncake_mesh.gateway.api import Mesh
+from mooncake_mesh.gateway.generation import Door, Generation
+from mooncake_mesh.gateway.json_fields import read_json_object
+from mooncake_mesh.gateway.metrics import DoorMetrics, Outcome
+from mooncake_mesh.gateway.openai_requests import parse_chat, parse_completion
+from mooncake_mesh.gateway.preparation import Preparation, Prepared
+from mooncake_mesh.gateway.tokenizer import Tokenizer
+from mooncake_proto.client import Operation
+from mooncake_proto.ids import RequestId
+
+_FULL_RETRY_AFTER_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionLimits:
+    """``deadline_s`` is the longest life of a request; more than ``max_concurrent_requests`` are answered 429.
+
+    Of a request with many prompts ``max_concurrent_prompts`` run at a time.
+    """
+
+    deadline_s: float = 600.0
+    max_concurrent_requests: int = 1024
+    max_concurrent_prompts: int = 4
+
+
+class Completions:
+    """Serves chat and completion requests of every door."""
+
+    def __init__(
+        self, mesh: Mesh, tokenizers: Mapping[str, Tokenizer], metrics: DoorMetrics, limits: CompletionLimits
+    ) -> None:
+        self._mesh = mesh
+        self._metrics = metrics
+        self._limits = limits
+        self.preparation = Preparation(mesh, tokenizers)
+        self._running = 0
+        self._draining = False
+
+    @property
+    def running(self) -> int:
+        """Requests in flight."""
+        return self._running
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those in flight go on."""
+        self._draining = True
+
+    def close(self) -> None:
+        """Release the tokenizer thread. Call when no request runs."""
+        self.preparation.close()
+
+    def check_admission(self) -> None:
+        """Raises Draining or Rejected when a request would be refused right now, whatever it says."""
+        if self._draining:
+            raise Draining("this gateway is shutting down")
+        if self._running >= self._limits.max_concurrent_requests:
+            raise Rejected("gateway_full", unavailable=False, retry_after_s=_FULL_RETRY_AFTER_S)
+
+    async def serve(self, operation: Operation, body: bytes, door: Door, *, request_id: RequestId) -> None:
+        """Answer one request, the JSON object in *body*, through *door*. *request_id* is the server's own and unique.
+
+        Raises a MooncakeError when the request fails, before or after its first chunk. Cancelling this coroutine
+        cancels the request everywhere.
+        """
+        started_at = time.monotonic()
+        with self._accounted(operation, started_at):
+            prepared = await self._prepare(operation, body, request_id)
+            generation = Generation(
+                self._mesh,
+                self._metrics,
+                prepared,
+                door,
+                request_id=request_id,
+                started_at=started_at,
+                deadline_at=started_at + self._limits.deadline_s,
+                max_concurrent_prompts=self._limits.max_concurrent_prompts,
+            )
+            try:
+                await self._run_to_deadline(generation, started_at)
+            finally:
+                usage = generation.usage()
+                self._metrics.tokens(
+                    prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=usage.completion_tokens
+                )
+            await generation.finish()
+
+    async def _prepare(self, operation: Operation, body: bytes, request_id: RequestId) -> Prepared:
+        fields = read_json_object(body)
+        if operation is Operation.CHAT:
+            return await self.preparation.chat(parse_chat(fields), request_id)
+        return await self.preparation.completion(parse_completion(fields), request_id)
+
+    async def _run_to_deadline(self, generation: Generation, started_at: float) -> None:
+        spent_s = time.monotonic() - started_at
+        deadline = asyncio.timeout(self._limits.deadline_s - spent_s)
+        try:
+            async with deadline:
+                await generation.run()
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise DeadlineExceeded(f"not finished within {self._limits.deadline_s:g} s") from None
+
+    @contextmanager
+    def _accounted(self, operation: Operation, started_at: float) -> Iterator[None]:
+        """Admits one request; counts it while it runs, and its outcome when it ends, however it ends."""
+        outcome = Outcome.ERROR
+        try:
+            self.check_admission()
+            self._running += 1
+            try:
+                with self._metrics.running():
+                    yield
+            finally:
+                self._running -= 1
+            outcome = Outcome.OK
+        except InvalidRequest:
+            outcome = Outcome.INVALID
+            raise
+        except (Rejected, Draining):
+            outcome = Outcome.REJECTED
+            raise
+        except DeadlineExceeded:
+            outcome = Outcome.DEADLINE
+            raise
+        except asyncio.CancelledError:
+            outcome = Outcome.CANCELLED
+            raise
+        finally:
+            self._metrics.ended(operation.value, outcome, time.monotonic() - started_at)

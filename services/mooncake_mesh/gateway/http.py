@@ -1,0 +1,256 @@
+"""The HTTP door: OpenAI's endpoints, health, metrics and tokens, as one ASGI application.
+
+::
+
+    POST /v1/chat/completions  /v1/completions   answers, whole or streamed
+    GET  /v1/models  /v1/models/NAME             what is served now
+    POST /tokenize  /detokenize                  the model's tokenizer
+    GET  /health  /ping                          200 while the process lives
+    GET  /ready                                  200 while a request could be served, else 503 with the reasons
+    GET  /metrics  /version
+
+A client's ``x-request-id`` is a label: it is sent back, and nothing else depends on it. A failure after the first byte
+of a stream is an event with the error body, then ``[DONE]``.
+"""
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Final
+
+import structlog
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mooncake_mesh.errors import MooncakeError
+from mooncake_mesh.gateway.api import Mesh
+from mooncake_mesh.gateway.asgi import (
+    ClientGone,
+    EventStream,
+    json_response,
+    problem_response,
+    read_body,
+    request_id_of,
+    wait_for_disconnect,
+)
+from mooncake_mesh.gateway.completion import Completions
+from mooncake_mesh.gateway.metrics import DoorMetrics
+from mooncake_mesh.gateway.openai_errors import MethodNotAllowed, UnknownPath, problem_of
+from mooncake_mesh.gateway.openai_responses import Json
+from mooncake_mesh.gateway.preparation import ServedModel
+from mooncake_mesh.gateway.token_requests import detokenize, tokenize
+from mooncake_proto.client import Operation
+from mooncake_proto.ids import RequestId
+
+log = structlog.get_logger()
+
+_LONGEST_LABEL: Final = 128
+_RETRY_AFTER_S: Final = "1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """``max_body_bytes`` holds while a body is read, whatever its headers say."""
+
+    max_body_bytes: int = 8 << 20
+
+
+def create_app(mesh: Mesh, completions: Completions, metrics: DoorMetrics, limits: HttpLimits) -> Starlette:
+    """The application. *completions* may serve other doors too; who made it drains and closes it."""
+    side = _SideDoors(mesh, completions, metrics, limits)
+    routes = [
+        Route("/v1/chat/completions", _Answering(completions, Operation.CHAT, limits), methods=["POST"]),
+        Route("/v1/completions", _Answering(completions, Operation.COMPLETION, limits), methods=["POST"]),
+        Route("/v1/models", side.models),
+        Route("/v1/models/{name:path}", side.model),
+        Route("/tokenize", side.tokenize, methods=["POST"]),
+        Route("/detokenize", side.detokenize, methods=["POST"]),
+        Route("/health", side.health),
+        Route("/ping", side.health),
+        Route("/ready", side.ready),
+        Route("/metrics", side.metrics),
+        Route("/version", side.version),
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(_Front)],
+        exception_handlers={MooncakeError: _answer_error, HTTPException: _answer_http_exception},
+    )
+
+
+class _Front:
+    """Gives each request its id, and turns what nobody expected into a 500 that tells only this id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+        label = _label(Headers(scope=scope).get("x-request-id")) or request_id
+        started = False
+
+        async def labelled(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], (b"x-request-id", label.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, labelled)
+        except ClientGone:
+            log.debug("client_gone", request_id=request_id, path=scope["path"])
+        except Exception as error:
+            log.exception("http_request_failed", request_id=request_id, path=scope["path"])
+            if started:
+                raise  # the server cuts the connection: the client cannot take it for a whole answer
+            await problem_response(problem_of(error, request_id=request_id))(scope, receive, labelled)
+
+
+class _Answering:
+    """One of the two endpoints that generate."""
+
+    def __init__(self, completions: Completions, operation: Operation, limits: HttpLimits) -> None:
+        self._completions = completions
+        self._operation = operation
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive, max_bytes=self._limits.max_body_bytes)
+        answer = _HttpAnswer(scope, receive, send)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(wait_for_disconnect(receive))
+                await self._serve(body, answer, request_id_of(scope))
+                watch.cancel()
+        except* ClientGone:
+            log.debug("client_gone", request_id=request_id_of(scope), path=scope["path"])
+
+    async def _serve(self, body: bytes, answer: "_HttpAnswer", request_id: RequestId) -> None:
+        try:
+            await self._completions.serve(self._operation, body, answer, request_id=request_id)
+        except MooncakeError as error:
+            problem = problem_of(error, request_id=request_id)
+            if problem.status >= 500:
+                log.warning("request_failed", request_id=request_id, code=error.code, reason=str(error))
+            await answer.fail(problem.body(), problem_response(problem))
+        except Exception as error:  # boundary of one request: reported, and the others go on
+            log.exception("request_crashed", request_id=request_id)
+            problem = problem_of(error, request_id=request_id)
+            await answer.fail(problem.body(), problem_response(problem))
+
+
+class _HttpAnswer:
+    """One HTTP response as a Door."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._asgi = (scope, receive, send)
+        self._events = EventStream(send)
+
+    async def chunk(self, chunk: Json) -> None:
+        await self._events.event(chunk)
+
+    async def whole(self, response: Json) -> None:
+        if self._events.started:
+            await self._events.done()
+        else:
+            await json_response(response)(*self._asgi)
+
+    async def fail(self, body: Json, response: Response) -> None:
+        """The error: as *response* while nothing was sent, else as an event."""
+        if self._events.started:
+            await self._events.event(body)
+            await self._events.done()
+        else:
+            await response(*self._asgi)
+
+
+class _SideDoors:
+    """The endpoints that do not generate."""
+
+    def __init__(self, mesh: Mesh, completions: Completions, metrics: DoorMetrics, limits: HttpLimits) -> None:
+        self._mesh = mesh
+        self._completions = completions
+        self._registry = metrics.registry
+        self._limits = limits
+        self._created = int(time.time())
+
+    async def models(self, _: Request) -> Response:
+        served = self._completions.preparation.served()
+        return json_response({"object": "list", "data": [self._card(model) for model in served]})
+
+    async def model(self, request: Request) -> Response:
+        return json_response(self._card(self._completions.preparation.model(request.path_params["name"])))
+
+    async def tokenize(self, request: Request) -> Response:
+        return json_response(await tokenize(self._completions.preparation, await self._body(request)))
+
+    async def detokenize(self, request: Request) -> Response:
+        return json_response(await detokenize(self._completions.preparation, await self._body(request)))
+
+    async def health(self, _: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def ready(self, _: Request) -> Response:
+        readiness = self._mesh.readiness()
+        reasons = [*readiness.reasons, *(["draining"] if self._completions.draining else [])]
+        if readiness.ready and not self._completions.draining:
+            return json_response({"ready": True, "reasons": []})
+        return json_response({"ready": False, "reasons": reasons}, status=503, headers={"retry-after": _RETRY_AFTER_S})
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def version(self, _: Request) -> Response:
+        return json_response({"version": version("mooncake-mesh")})
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request.scope, request.receive, max_bytes=self._limits.max_body_bytes)
+
+    def _card(self, model: ServedModel) -> Json:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "mooncake",
+            "max_model_len": model.max_context_tokens,
+        }
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return problem_response(problem_of(error, request_id=request_id_of(request.scope)))
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    """The router's own refusals, in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    method, path = request.scope["method"], request.scope["path"][:200]
+    if error.status_code == 405:
+        known: MooncakeError = MethodNotAllowed(f"{method} is not allowed for {path}")
+    elif error.status_code == 404:
+        known = UnknownPath(f"there is no {path} here")
+    else:
+        raise error
+    response = problem_response(problem_of(known, request_id=request_id_of(request.scope)))
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _label(given: str | None) -> str | None:
+    """A client's request id if it can go back into a header: printable ASCII, not too long."""
+    if given and len(given) <= _LONGEST_LABEL and given.isascii() and given.isprintable():
+        return given
+    return None
