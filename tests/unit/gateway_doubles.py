@@ -84,8 +84,9 @@ def says(text: str | bytes, *, cached: int = 0, end: FinishReason | None = None)
     async def script(request: TokenRequest) -> AsyncIterator[TokenEvent]:
         for index, token in enumerate(tokens):
             await asyncio.sleep(0)
-            yield event_of(request, tokens, index, token, cached=cached, end=end)
-            if index + 1 == request.stopping.max_new_tokens:
+            event = event_of(request, tokens, index, token, cached=cached, end=end)
+            yield event
+            if event.finish is not None:
                 return
 
     return script
