@@ -68,6 +68,7 @@ class Load:
     blocks_total: Natural = 0
     blocks_free: Natural = 0
     blocks_cached: Natural = 0
+    blocks_evictable: Natural = 0
     transferred_bytes: Natural = 0
     transports: str = ""
     draining: bool = False

@@ -5,7 +5,7 @@
     MooncakeError
     ├─ ConfigError                 dotted path of the bad key
     ├─ WireError                   VersionMismatch · MalformedMessage · UnknownKind   (mooncake_proto.errors)
-    ├─ MeshError                   PeerUnreachable* · CallTimeout* · Draining* · RemoteFailure
+    ├─ MeshError                   PeerUnreachable* · CallTimeout* · Draining* · Refused · RemoteFailure
     ├─ RequestError                InvalidRequest · ModelNotFound · TooLong · Rejected* · Aborted · DeadlineExceeded
     ├─ TransferError               SliceLost* · ChecksumMismatch* · NoFreeBlocks*
     ├─ ModelError                  UnsupportedModel
@@ -36,6 +36,7 @@ __all__ = [
     "NoFreeBlocks",
     "PeerUnreachable",
     "Rejected",
+    "Refused",
     "RemoteFailure",
     "RequestError",
     "SliceLost",
@@ -70,6 +71,14 @@ class PeerUnreachable(MeshError):
 class CallTimeout(MeshError):
     code = "call_timeout"
     retryable = True
+
+
+class Refused(MeshError):
+    """We do not take what a peer asks for; ``code`` says why and no retry changes it."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code  # type: ignore[misc]
 
 
 class Draining(MeshError):

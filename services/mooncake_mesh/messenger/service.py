@@ -162,6 +162,7 @@ class MessengerService:
             blocks_total=pool.n_blocks,
             blocks_free=pool.free_blocks,
             blocks_cached=pool.sealed_blocks,
+            blocks_evictable=pool.evictable_blocks,
             transferred_bytes=self._sender.sent_bytes,
             transports=",".join(sorted(self._sender.transports)),
         )

@@ -1,0 +1,298 @@
+"""What the conductor decides, pure: who belongs to the mesh, which node holds which block, where a request runs.
+
+All of it is soft state. A restarted conductor learns the members from their registrations and the blocks from the
+messengers' snapshots; requests that run never notice.
+"""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import Final
+
+from mooncake_mesh.kv.block_hash import split_keys
+from mooncake_mesh.kv.event_stream import FeedRefused, NodeFeed
+from mooncake_mesh.kv.prefix_index import PrefixIndex
+from mooncake_mesh.mesh.peers import HealthChanged, Lease, PeerEvent, PeerTable
+from mooncake_mesh.policy.cost_model import CostModel
+from mooncake_mesh.policy.placement import Placed, Refused, place
+from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
+from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, ModelCard, Role, StatusReport
+from mooncake_proto.ids import Incarnation, InstanceId, NodeId
+from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
+from mooncake_proto.serving import Placement, Rejected, Schedule, WorkerRef
+
+_BEAT_LAG_S: Final = 0.1
+"""Work placed this shortly before a beat arrives may not be in its load yet."""
+
+_WORKERS: Final = (Role.PREFILL, Role.DECODE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incompatible:
+    """A member that cannot work with those that are here; ``difference`` names the field and both values."""
+
+    difference: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Assigned:
+    placed_s: float
+    tokens: int
+
+
+class ConductorCore:
+    """Mutated only by its methods; times come in as arguments, seconds of one monotonic clock."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: Incarnation,
+        peers: PeerTable,
+        index: PrefixIndex,
+        cost: CostModel,
+        objectives: Objectives,
+        started_s: float,
+    ) -> None:
+        self._incarnation = incarnation
+        self._peers = peers
+        self._index = index
+        self._cost = cost
+        self._objectives = objectives
+        self._started_s = started_s
+        self._feeds: dict[NodeId, NodeFeed] = {}
+        self._assigned: dict[InstanceId, deque[_Assigned]] = defaultdict(deque)
+        self.placed_total = 0
+        self.rejected_total = 0
+
+    # --- members ------------------------------------------------------------------------------------------------------
+
+    def register(self, member: Member, now_s: float) -> list[PeerEvent] | Incompatible:
+        """Enter a member, or say what keeps it out."""
+        if member.role in _WORKERS:
+            difference = self._difference(member)
+            if difference is not None:
+                return Incompatible(difference=difference)
+        if member.role is Role.MESSENGER:
+            feed = self._feeds.get(member.node_id)
+            if feed is None or feed.incarnation != member.incarnation:
+                self._feeds[member.node_id] = NodeFeed(self._index, member.node_id, member.incarnation)
+        self._assigned.pop(member.instance_id, None)
+        return self._after(self._peers.join(member, now_s))
+
+    def heartbeat(
+        self, instance_id: InstanceId, incarnation: Incarnation, load: Load, now_s: float
+    ) -> list[PeerEvent] | None:
+        """Renew a member's lease; None when it has to register again."""
+        events = self._peers.beat(instance_id, incarnation, load, now_s)
+        assigned = self._assigned.get(instance_id)
+        while assigned and assigned[0].placed_s <= now_s - _BEAT_LAG_S:
+            assigned.popleft()
+        return events
+
+    def goodbye(self, instance_id: InstanceId, incarnation: Incarnation) -> list[PeerEvent]:
+        return self._after(self._peers.leave(instance_id, incarnation))
+
+    def expire(self, now_s: float) -> list[PeerEvent]:
+        """Time has passed: suspect and dead members."""
+        return self._after(self._peers.expire(now_s))
+
+    def _after(self, events: list[PeerEvent]) -> list[PeerEvent]:
+        """A dead messenger's blocks are gone; so is the work assigned to a dead worker."""
+        for event in events:
+            if isinstance(event, HealthChanged) and event.health is Health.DEAD:
+                self._assigned.pop(event.member.instance_id, None)
+                feed = self._feeds.get(event.member.node_id)
+                if feed is not None and feed.incarnation == event.member.incarnation:
+                    del self._feeds[event.member.node_id]
+                    self._index.drop_node(event.member.node_id)
+        return events
+
+    def _difference(self, member: Member) -> str | None:
+        """What *member* has otherwise than the workers that are here; KV could not travel between them."""
+        if member.model is None:
+            return f"a {member.role.value} instance must say which model it serves"
+        for lease in self._peers:
+            other = lease.member
+            if lease.health is Health.DEAD or other.model is None or other.instance_id == member.instance_id:
+                continue
+            for name in ("name", "fingerprint", "dtype", "block_tokens", "block_bytes"):
+                mine, theirs = getattr(member.model, name), getattr(other.model, name)
+                if mine != theirs:
+                    return f"{name}: {member.instance_id} has {mine}, {other.instance_id} has {theirs}"
+        return None
+
+    # --- blocks -------------------------------------------------------------------------------------------------------
+
+    def kv_events(self, batch: KvEvents) -> KvEventsAck | FeedRefused | None:
+        """Apply a messenger's events; None for a node whose messenger is not registered."""
+        feed = self._feeds.get(batch.node_id)
+        return None if feed is None else feed.feed(batch)
+
+    def kv_snapshot(self, snapshot: KvSnapshot) -> KvEventsAck | FeedRefused | None:
+        """As :meth:`kv_events`, all keys of a node at once."""
+        feed = self._feeds.get(snapshot.node_id)
+        return None if feed is None else feed.snapshot(snapshot)
+
+    # --- placing ------------------------------------------------------------------------------------------------------
+
+    def schedule(self, request: Schedule, now_s: float) -> Placement | Rejected:
+        """Choose instances for a request, by what is known now."""
+        view = self._view(request)
+        card = self._card(request.model)
+        if card is None:
+            return self._rejected(request, "no_worker", unavailable=True, retry_after_s=1.0)
+        shape = RequestShape(
+            prompt_tokens=request.prompt_tokens,
+            max_new_tokens=request.max_new_tokens,
+            block_tokens=card.block_tokens,
+            block_bytes=card.block_bytes,
+            prefix_blocks=self._index.prefix_blocks(list(split_keys(request.keys))),
+        )
+        placed = place(shape, view, self._cost, self._objectives)
+        if isinstance(placed, Refused):
+            return self._rejected(
+                request, placed.reason, unavailable=placed.unavailable, retry_after_s=placed.retry_after_s
+            )
+        self.placed_total += 1
+        cached_tokens = max(placed.local_prefix_blocks, placed.fetch_prefix_blocks) * card.block_tokens
+        self._assigned[placed.prefill].append(
+            _Assigned(placed_s=now_s, tokens=max(1, request.prompt_tokens - cached_tokens))
+        )
+        self._assigned[placed.decode].append(_Assigned(placed_s=now_s, tokens=request.prompt_tokens))
+        return self._placement(request, placed)
+
+    def _placement(self, request: Schedule, placed: Placed) -> Placement:
+        fetch_from = "" if placed.fetch_node is None else self._messenger(placed.fetch_node)
+        return Placement(
+            job_id=request.job_id,
+            prefill=self._worker_ref(placed.prefill),
+            decode=self._worker_ref(placed.decode),
+            local_prefix_blocks=placed.local_prefix_blocks,
+            fetch_from=fetch_from,
+            fetch_prefix_blocks=placed.fetch_prefix_blocks if fetch_from else 0,
+            ttft_est_s=placed.ttft_est_s,
+            tbt_est_s=placed.tbt_est_s,
+        )
+
+    def _rejected(self, request: Schedule, reason: str, *, unavailable: bool, retry_after_s: float) -> Rejected:
+        self.rejected_total += 1
+        return Rejected(job_id=request.job_id, reason=reason, unavailable=unavailable, retry_after_s=retry_after_s)
+
+    def _view(self, request: Schedule) -> ClusterView:
+        """Instances that take work; those to avoid only where there is nobody else."""
+        pools: dict[Role, list[InstanceView]] = {role: [] for role in _WORKERS}
+        for lease in self._peers:
+            member = lease.member
+            if (
+                member.role in _WORKERS
+                and self._takes_work(lease)
+                and member.model is not None
+                and member.model.name == request.model
+            ):
+                pools[member.role].append(self._instance_view(lease))
+        for role, views in pools.items():
+            pools[role] = [view for view in views if view.instance_id not in request.avoid] or views
+        return ClusterView(prefill=tuple(pools[Role.PREFILL]), decode=tuple(pools[Role.DECODE]))
+
+    def _instance_view(self, lease: Lease) -> InstanceView:
+        load, node = lease.load, self._messenger_lease(lease.member.node_id)
+        assigned = self._assigned[lease.member.instance_id]
+        tokens = sum(work.tokens for work in assigned)
+        is_prefill = lease.member.role is Role.PREFILL
+        pool = node.load if node is not None else Load()
+        return InstanceView(
+            instance_id=lease.member.instance_id,
+            node_id=lease.member.node_id,
+            blocks_total=pool.blocks_total,
+            blocks_available=pool.blocks_free + pool.blocks_evictable,
+            queued_jobs=load.queued_jobs + (len(assigned) if is_prefill else 0),
+            queued_tokens=load.queued_tokens + (tokens if is_prefill else 0),
+            running_jobs=load.running_jobs + (0 if is_prefill else len(assigned)),
+            running_tokens=load.running_tokens + (0 if is_prefill else tokens),
+            step_s=load.step_s,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+        )
+
+    def _takes_work(self, lease: Lease) -> bool:
+        node = self._messenger_lease(lease.member.node_id)
+        return (
+            lease.health is Health.ALIVE
+            and not lease.load.draining
+            and node is not None
+            and node.health is Health.ALIVE
+            and node.load.blocks_total > 0
+        )
+
+    def _messenger_lease(self, node_id: NodeId) -> Lease | None:
+        return next(
+            (lease for lease in self._peers if lease.member.role is Role.MESSENGER and lease.member.node_id == node_id),
+            None,
+        )
+
+    def _messenger(self, node_id: NodeId) -> str:
+        lease = self._messenger_lease(node_id)
+        return lease.member.endpoint if lease is not None and lease.health is Health.ALIVE else ""
+
+    def _worker_ref(self, instance_id: InstanceId) -> WorkerRef:
+        lease = self._peers.get(instance_id)
+        assert lease is not None, "placed on an instance that was in the view"
+        member = lease.member
+        return WorkerRef(
+            instance_id=member.instance_id,
+            incarnation=member.incarnation,
+            endpoint=member.endpoint,
+            node_id=member.node_id,
+            messenger_endpoint=self._messenger(member.node_id),
+        )
+
+    def _card(self, model: str) -> ModelCard | None:
+        return next(
+            (lease.member.model for lease in self._peers if lease.member.model and lease.member.model.name == model),
+            None,
+        )
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    @property
+    def revision(self) -> int:
+        return self._peers.revision
+
+    def cluster_state(self, now_s: float) -> ClusterState:
+        return ClusterState(
+            conductor=self._incarnation,
+            revision=self._peers.revision,
+            members=tuple(
+                MemberState(
+                    member=lease.member, health=lease.health, load=lease.load, last_beat_s=now_s - lease.renewed_s
+                )
+                for lease in self._peers
+            ),
+        )
+
+    def status(self, now_s: float) -> StatusReport:
+        reasons = self._missing()
+        return StatusReport(
+            cluster=self.cluster_state(now_s),
+            healthy=not reasons,
+            reasons=reasons,
+            indexed_blocks={node: self._index.blocks(node) for node in sorted(self._feeds)},
+            placed_total=self.placed_total,
+            rejected_total=self.rejected_total,
+            uptime_s=now_s - self._started_s,
+        )
+
+    def _missing(self) -> tuple[str, ...]:
+        """What the mesh lacks to serve, and members that are not well."""
+        leases = list(self._peers)
+        reasons = [
+            f"no {role.value} instance that takes work"
+            for role in _WORKERS
+            if not any(lease.member.role is role and self._takes_work(lease) for lease in leases)
+        ]
+        if not any(lease.member.role is Role.GATEWAY and lease.health is Health.ALIVE for lease in leases):
+            reasons.append("no gateway")
+        reasons += [
+            f"{lease.member.instance_id} is {lease.health.value}"
+            for lease in leases
+            if lease.health is not Health.ALIVE
+        ]
+        return tuple(reasons)

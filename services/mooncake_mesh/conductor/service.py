@@ -1,0 +1,192 @@
+"""The conductor process: one global scheduler over soft state.
+
+====== ============== ======================================================================
+socket who connects   what flows
+====== ============== ======================================================================
+ROUTER everybody      Register, Heartbeat, Goodbye; Schedule; KvEvents, KvSnapshot; StatusQuery
+PUB    everybody      ClusterState, on every change and once a second
+====== ============== ======================================================================
+"""
+
+import asyncio
+from time import monotonic
+from typing import Final
+
+import structlog
+
+from mooncake_mesh.conductor.core import ConductorCore, Incompatible
+from mooncake_mesh.config import ConductorConfig
+from mooncake_mesh.errors import Refused
+from mooncake_mesh.kv.event_stream import FeedRefused
+from mooncake_mesh.kv.prefix_index import PrefixIndex
+from mooncake_mesh.mesh import endpoint as sockets
+from mooncake_mesh.mesh.peers import HealthChanged, PeerEvent, PeerTable
+from mooncake_mesh.mesh.rpc import Caller, Handler, RpcServer
+from mooncake_mesh.mesh.runtime import Lifecycle
+from mooncake_mesh.policy.cost_model import LinearCost
+from mooncake_mesh.policy.views import Objectives
+from mooncake_proto import codec
+from mooncake_proto.control import (
+    Goodbye,
+    Heartbeat,
+    HeartbeatAck,
+    Ping,
+    Pong,
+    Register,
+    Registered,
+    Role,
+    StatusQuery,
+    StatusReport,
+)
+from mooncake_proto.ids import InstanceId, new_incarnation
+from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
+from mooncake_proto.serving import Placement, Rejected, Schedule
+
+log = structlog.get_logger(__name__)
+
+_PUBLISH_S: Final = 1.0
+
+DEFAULT_COST: Final = LinearCost(
+    prefill_base_s=0.01,
+    prefill_token_s=0.0012,
+    cached_token_s=0.000_002,
+    step_base_s=0.03,
+    step_sequence_s=0.003,
+    step_context_token_s=0.000_005,
+    transfer_base_s=0.002,
+    transfer_bytes_per_s=2e9,
+)
+"""Where the instances have not reported speeds of their own yet: a 135 M model on one CPU core (prefill about
+800 tokens/s, a decode step of 38 ms at batch 1), KV over loopback TCP. What they measure soon replaces it."""
+
+
+class ConductorService:
+    """Handlers over one ConductorCore."""
+
+    def __init__(self, config: ConductorConfig, tasks: asyncio.TaskGroup) -> None:
+        self._config = config
+        self._tasks = tasks
+        self._incarnation = new_incarnation()
+        self._core = ConductorCore(
+            incarnation=self._incarnation,
+            peers=PeerTable(suspect_after_s=config.suspect_after_s, dead_after_s=config.dead_after_s),
+            index=PrefixIndex(max_entries=config.index_max_blocks),
+            cost=DEFAULT_COST,
+            objectives=Objectives(ttft_s=config.ttft_slo_s, tbt_s=config.tbt_slo_s),
+            started_s=monotonic(),
+        )
+        self._publisher = sockets.publisher(config.publish)
+        handlers: dict[type, Handler] = {
+            Ping: self._ping,
+            Register: self._register,
+            Heartbeat: self._heartbeat,
+            Goodbye: self._goodbye,
+            Schedule: self._schedule,
+            KvEvents: self._kv_events,
+            KvSnapshot: self._kv_snapshot,
+            StatusQuery: self._status,
+        }
+        self._server = RpcServer(config.bind, handlers, tasks)
+
+    async def run(self, lifecycle: Lifecycle) -> None:
+        """Serve until *lifecycle* says stop."""
+        clock = self._tasks.create_task(self._tick_forever())
+        lifecycle.ready(endpoint=self._server.endpoint, publish=self._publisher.endpoint)
+        await lifecycle.stopping.wait()
+        clock.cancel()
+        await asyncio.gather(clock, return_exceptions=True)
+        await self._server.close()
+        self._publisher.close()
+
+    async def _tick_forever(self) -> None:
+        published_s = monotonic()
+        while True:
+            await asyncio.sleep(self._config.heartbeat_s / 2)
+            self._changed(self._core.expire(monotonic()))
+            if monotonic() - published_s >= _PUBLISH_S:
+                published_s = monotonic()
+                self._publish()
+
+    # --- members ------------------------------------------------------------------------------------------------------
+
+    def _register(self, request: Register, _: Caller) -> Registered:
+        result = self._core.register(request.member, monotonic())
+        if isinstance(result, Incompatible):
+            log.warning("member_refused", instance_id=request.member.instance_id, difference=result.difference)
+            raise Refused("incompatible_member", result.difference)
+        self._changed(result)
+        return Registered(
+            conductor=self._incarnation,
+            heartbeat_s=self._config.heartbeat_s,
+            publish_endpoint=self._publisher.endpoint,
+        )
+
+    def _heartbeat(self, beat: Heartbeat, _: Caller) -> HeartbeatAck:
+        events = self._core.heartbeat(beat.instance_id, beat.incarnation, beat.load, monotonic())
+        self._changed(events or [])
+        return HeartbeatAck(conductor=self._incarnation, known=events is not None)
+
+    def _goodbye(self, request: Goodbye, _: Caller) -> None:
+        self._changed(self._core.goodbye(request.instance_id, request.incarnation))
+
+    def _changed(self, events: list[PeerEvent]) -> None:
+        for event in events:
+            health = event.health.value if isinstance(event, HealthChanged) else "joined"
+            log.info(
+                "member",
+                instance_id=event.member.instance_id,
+                health=health,
+                node=event.member.node_id,
+                incarnation=event.member.incarnation,
+            )
+        if events:
+            self._publish()
+
+    def _publish(self) -> None:
+        self._publisher.send_now(codec.encode(self._core.cluster_state(monotonic())))
+
+    # --- blocks, placing, telling -------------------------------------------------------------------------------------
+
+    def _kv_events(self, batch: KvEvents, _: Caller) -> KvEventsAck:
+        return _applied(self._core.kv_events(batch))
+
+    def _kv_snapshot(self, snapshot: KvSnapshot, _: Caller) -> KvEventsAck:
+        return _applied(self._core.kv_snapshot(snapshot))
+
+    def _schedule(self, request: Schedule, _: Caller) -> Placement | Rejected:
+        result = self._core.schedule(request, monotonic())
+        if isinstance(result, Rejected):
+            log.info("request_rejected", job_id=request.job_id, reason=result.reason)
+        else:
+            log.info(
+                "request_placed",
+                job_id=request.job_id,
+                prefill=result.prefill.instance_id,
+                decode=result.decode.instance_id,
+                prefix_blocks=result.local_prefix_blocks,
+                fetch_blocks=result.fetch_prefix_blocks,
+                ttft_est_s=round(result.ttft_est_s, 3),
+            )
+        return result
+
+    def _status(self, _: StatusQuery, __: Caller) -> StatusReport:
+        return self._core.status(monotonic())
+
+    def _ping(self, _: Ping, __: Caller) -> Pong:
+        return Pong(
+            role=Role.CONDUCTOR, instance_id=InstanceId(self._config.instance_id), incarnation=self._incarnation
+        )
+
+
+def _applied(ack: KvEventsAck | FeedRefused | None) -> KvEventsAck:
+    if ack is None:
+        raise Refused("unknown_messenger", "the node's messenger is not registered")
+    if isinstance(ack, FeedRefused):
+        raise Refused("old_incarnation", f"incarnation {ack.got} was replaced by {ack.expected}")
+    return ack
+
+
+async def run(config: ConductorConfig, lifecycle: Lifecycle) -> None:
+    """Run a conductor until *lifecycle* says stop."""
+    async with asyncio.TaskGroup() as tasks:
+        await ConductorService(config, tasks).run(lifecycle)

@@ -1,0 +1,403 @@
+"""The life of one choice of one request, pure. The gateway owns it: its prompt, the tokens drawn so far, its end.
+
+::
+
+    PLACING → STARTING → PREFILLING → DECODING → FINISHED
+       ↑ └────────┴───────────┴───────────┤  └──→ FAILED | CANCELLED   (from every stage)
+       └──── workers lost, or room lost ──┘
+
+A job is one attempt on one pair of instances. When its workers are lost, the request is placed again with the prompt
+and the tokens drawn so far; the sampler counts on from there, so the text goes on with the very tokens it would have
+had. Tokens carry their position: what comes twice, late or from an earlier job changes nothing, and what overtakes
+waits for its turn.
+"""
+
+import enum
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final, assert_never
+
+from mooncake_mesh.errors import Aborted, DeadlineExceeded, InvalidTransition, MooncakeError, Rejected
+from mooncake_mesh.gateway.api import TokenEvent, TokenRequest
+from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
+from mooncake_proto.ids import BlockKey, InstanceId, JobId, TransferId
+from mooncake_proto.serving import (
+    DecodeJob,
+    FirstToken,
+    JobFailed,
+    Placement,
+    PrefillJob,
+    Schedule,
+    TokenEntry,
+    WorkerRef,
+)
+
+
+class RequestStage(enum.Enum):
+    PLACING = "placing"
+    STARTING = "starting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_LIVE: Final = (RequestStage.PLACING, RequestStage.STARTING, RequestStage.PREFILLING, RequestStage.DECODING)
+_MOVES: Final = frozenset(
+    {
+        (RequestStage.PLACING, RequestStage.STARTING),
+        (RequestStage.STARTING, RequestStage.PREFILLING),
+        (RequestStage.STARTING, RequestStage.DECODING),  # the first token overtook the acceptance
+        (RequestStage.PREFILLING, RequestStage.DECODING),
+        (RequestStage.STARTING, RequestStage.FINISHED),
+        (RequestStage.PREFILLING, RequestStage.FINISHED),
+        (RequestStage.DECODING, RequestStage.FINISHED),
+        (RequestStage.STARTING, RequestStage.PLACING),
+        (RequestStage.PREFILLING, RequestStage.PLACING),
+        (RequestStage.DECODING, RequestStage.PLACING),
+        *((stage, end) for stage in _LIVE for end in (RequestStage.FAILED, RequestStage.CANCELLED)),
+    }
+)
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+_ROOM_CODES: Final = frozenset({"no_free_blocks", "prefill_queue_full", "decode_queue_full", "draining"})
+"""Failures that say "not now" about a healthy instance: it need not be avoided, and they do not count as losses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeySpace:
+    """What keys and transfers of this model need: the chain's root and the tokens of a block."""
+
+    root: BlockKey
+    block_tokens: int
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The request enters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotPlaced:
+    """The conductor said no, or could not be asked."""
+
+    job_id: JobId
+    error: MooncakeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsAccepted:
+    job_id: JobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost:
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallerLeft:
+    """Nobody reads any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlinePassed:
+    pass
+
+
+RequestEvent = (
+    Started
+    | Placed
+    | NotPlaced
+    | JobsAccepted
+    | FirstToken
+    | TokenEntry
+    | JobFailed
+    | WorkerLost
+    | CallerLeft
+    | DeadlinePassed
+)
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskPlacement:
+    schedule: Schedule
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartJobs:
+    """``decode`` is None when one token is all that is wanted."""
+
+    placement: Placement
+    prefill: PrefillJob
+    decode: DecodeJob | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelAt:
+    """Free everything of the job there."""
+
+    job_id: JobId
+    workers: tuple[WorkerRef, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    event: TokenEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The one terminal message of a request that does not finish."""
+
+    error: MooncakeError
+
+
+RequestCommand = AskPlacement | StartJobs | CancelAt | Emit | Fail
+
+
+class RequestCore:
+    """Mutated only by :meth:`handle`, which keeps no clock and does no I/O."""
+
+    def __init__(
+        self, request: TokenRequest, keys: KeySpace, *, stream_endpoint: str, max_replacements: int, started_s: float
+    ) -> None:
+        self.stage = RequestStage.PLACING
+        self.placement: Placement | None = None
+        self._request = request
+        self._keys = keys
+        self._stream_endpoint = stream_endpoint
+        self._max_replacements = max_replacements
+        self._deadline_s = started_s + request.deadline_s
+        self._drawn: list[int] = []
+        self._early: dict[int, TokenEntry | FirstToken] = {}
+        self._attempt = 0
+        self._losses = 0
+        self._pauses = 0
+        self._avoid: Counter[InstanceId] = Counter()
+        self._history: list[str] = []
+
+    @property
+    def job_id(self) -> JobId:
+        """The job of the current attempt."""
+        return JobId(f"{self._request.request_id}.{self._attempt}")
+
+    @property
+    def is_over(self) -> bool:
+        return self.stage not in _LIVE
+
+    def handle(self, event: RequestEvent, now_s: float) -> list[RequestCommand]:
+        """What *event* leads to. An event for a request that is over, or of an earlier job, leads to nothing."""
+        if self.is_over:
+            return []
+        match event:
+            case Started():
+                return [self._ask(after_s=0.0)]
+            case Placed(placement=placement):
+                return self._start(placement, now_s)
+            case NotPlaced(job_id=job_id, error=error):
+                return self._not_placed(error) if job_id == self.job_id else []
+            case JobsAccepted(job_id=job_id):
+                if job_id == self.job_id and self.stage is RequestStage.STARTING:
+                    self._move(RequestStage.PREFILLING)
+                return []
+            case FirstToken() | TokenEntry():
+                return self._token(event) if event.job_id == self.job_id else []
+            case JobFailed():
+                return self._job_failed(event) if event.job_id == self.job_id else []
+            case WorkerLost(instance_id=instance_id):
+                return self._worker_lost(instance_id)
+            case CallerLeft():
+                self._move(RequestStage.CANCELLED)
+                return self._cancel("the caller left")
+            case DeadlinePassed():
+                error = DeadlineExceeded(f"the request did not finish within {self._request.deadline_s:g} s")
+                return self._fail(error)
+            case _:
+                assert_never(event)
+
+    # --- placing ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, *, after_s: float) -> AskPlacement:
+        tokens = self._tokens()
+        return AskPlacement(
+            after_s=after_s,
+            schedule=Schedule(
+                job_id=self.job_id,
+                model=self._request.model,
+                prompt_tokens=len(tokens) // _TOKEN_BYTES,
+                max_new_tokens=self._request.stopping.max_new_tokens - len(self._drawn),
+                keys=self._chain(tokens),
+                avoid=tuple(sorted(self._avoid)),
+            ),
+        )
+
+    def _start(self, placement: Placement, now_s: float) -> list[RequestCommand]:
+        if placement.job_id != self.job_id or self.stage is not RequestStage.PLACING:
+            return []
+        self._move(RequestStage.STARTING)
+        self.placement = placement
+        tokens = self._tokens()
+        keys = self._chain(tokens)
+        left_s = max(0.001, self._deadline_s - now_s)
+        transfer_id = TransferId(f"{self.job_id}.kv")
+        is_single = self._request.stopping.max_new_tokens - len(self._drawn) <= 1
+        prefill = PrefillJob(
+            job_id=self.job_id,
+            transfer_id=transfer_id,
+            incarnation=placement.prefill.incarnation,
+            tokens=tokens,
+            keys=keys,
+            sampling=self._request.sampling,
+            stopping=self._request.stopping,
+            drawn_tokens=len(self._drawn),
+            stream_endpoint=self._stream_endpoint,
+            decode=None if is_single else placement.decode,
+            deadline_s=left_s,
+            fetch_from=placement.fetch_from,
+            fetch_prefix_blocks=placement.fetch_prefix_blocks,
+        )
+        if is_single:
+            return [StartJobs(placement=placement, prefill=prefill, decode=None)]
+        decode = DecodeJob(
+            job_id=self.job_id,
+            transfer_id=transfer_id,
+            incarnation=placement.decode.incarnation,
+            tokens=tokens,
+            keys=keys,
+            key_root=self._keys.root,
+            sampling=self._request.sampling,
+            stopping=self._request.stopping,
+            drawn_tokens=len(self._drawn),
+            stream_endpoint=self._stream_endpoint,
+            deadline_s=left_s,
+        )
+        return [StartJobs(placement=placement, prefill=prefill, decode=decode)]
+
+    def _not_placed(self, error: MooncakeError) -> list[RequestCommand]:
+        """A request that has never run is refused; one that has waits for its turn until its deadline."""
+        if self._attempt == 0:
+            return self._fail(error)
+        pause_s = error.retry_after_s if isinstance(error, Rejected) else self._pause_s()
+        return [self._ask(after_s=min(pause_s, _LONGEST_PAUSE_S))]
+
+    # --- tokens -------------------------------------------------------------------------------------------------------
+
+    def _token(self, entry: FirstToken | TokenEntry) -> list[RequestCommand]:
+        if entry.position < len(self._drawn):
+            return []
+        self._early[entry.position] = entry
+        commands: list[RequestCommand] = []
+        while not self.is_over and (due := self._early.pop(len(self._drawn), None)) is not None:
+            commands += self._emit(due)
+        return commands
+
+    def _emit(self, entry: FirstToken | TokenEntry) -> list[RequestCommand]:
+        is_first = isinstance(entry, FirstToken)
+        cached = entry.cached_tokens if isinstance(entry, FirstToken) and self._attempt == 0 else None
+        event = TokenEvent(token=entry.token, logprob=entry.logprob, finish=entry.finish, cached_tokens=cached)
+        self._drawn.append(entry.token)
+        self._pauses = 0
+        if entry.finish is None:
+            if is_first and self.stage is not RequestStage.DECODING:
+                self._move(RequestStage.DECODING)
+            return [Emit(event=event)]
+        self._move(RequestStage.FINISHED)
+        needs_no_decode = is_first and self.placement is not None
+        rest = self._cancel_at(self.placement.decode, "finished") if needs_no_decode and self.placement else []
+        return [Emit(event=event), *rest]
+
+    # --- losses -------------------------------------------------------------------------------------------------------
+
+    def _job_failed(self, failed: JobFailed) -> list[RequestCommand]:
+        error = _JobError(failed)
+        if not failed.retryable:
+            return self._fail(error)
+        return self._place_again(failed.instance_id, error)
+
+    def _worker_lost(self, instance_id: InstanceId) -> list[RequestCommand]:
+        placement = self.placement
+        if placement is None or self.stage is RequestStage.PLACING:
+            return []
+        lost_decode = instance_id == placement.decode.instance_id
+        lost_prefill = instance_id == placement.prefill.instance_id and self.stage is not RequestStage.DECODING
+        if not lost_decode and not lost_prefill:
+            return []
+        return self._place_again(instance_id, Aborted(f"{instance_id} was lost"))
+
+    def _place_again(self, culprit: InstanceId, error: MooncakeError) -> list[RequestCommand]:
+        is_room = error.code in _ROOM_CODES
+        if not is_room:
+            self._losses += 1
+            self._avoid[culprit] += 1
+        if self._losses > self._max_replacements:
+            return self._fail(error)
+        cancels = self._cancel("placed again")
+        if self.stage is not RequestStage.PLACING:
+            self._move(RequestStage.PLACING)
+        self.placement = None
+        self._attempt += 1
+        self._early.clear()
+        return [*cancels, self._ask(after_s=self._pause_s() if is_room else 0.0)]
+
+    def _pause_s(self) -> float:
+        self._pauses += 1
+        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._pauses - 1, 10))
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: MooncakeError) -> list[RequestCommand]:
+        commands = self._cancel(error.code)
+        self._move(RequestStage.FAILED)
+        return [*commands, Fail(error=error)]
+
+    def _cancel(self, reason: str) -> list[RequestCommand]:
+        if self.placement is None:
+            return []
+        workers = (self.placement.prefill, self.placement.decode)
+        return [CancelAt(job_id=self.job_id, workers=workers, reason=reason)]
+
+    def _cancel_at(self, worker: WorkerRef, reason: str) -> list[RequestCommand]:
+        return [CancelAt(job_id=self.job_id, workers=(worker,), reason=reason)]
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _tokens(self) -> bytes:
+        return token_bytes([*self._request.prompt, *self._drawn])
+
+    def _chain(self, tokens: bytes) -> bytes:
+        return join_keys(chain(self._keys.root, tokens, self._keys.block_tokens))
+
+    def _move(self, stage: RequestStage) -> None:
+        if (self.stage, stage) not in _MOVES:
+            raise InvalidTransition(
+                f"request {self._request.request_id}", old=self.stage.value, new=stage.value, history=self._history
+            )
+        self._history.append(self.stage.value)
+        self.stage = stage
+
+
+_TOKEN_BYTES: Final = 4
+
+
+class _JobError(MooncakeError):
+    """A worker's own word on why a job failed."""
+
+    def __init__(self, failed: JobFailed) -> None:
+        super().__init__(f"{failed.instance_id}: {failed.message}")
+        self.code = failed.code  # type: ignore[misc]
+        self.retryable = failed.retryable  # type: ignore[misc]
