@@ -77,13 +77,13 @@ class PeerTable:
         return [HealthChanged(member=lease.member, health=Health.ALIVE)]
 
     def leave(self, instance_id: InstanceId, incarnation: Incarnation) -> list[PeerEvent]:
-        """An orderly goodbye; of another incarnation it means nothing."""
+        """An orderly goodbye; of another incarnation it means nothing, and a death is reported once."""
         lease = self._leases.get(instance_id)
         if lease is None or lease.member.incarnation != incarnation:
             return []
         del self._leases[instance_id]
         self.revision += 1
-        return [HealthChanged(member=lease.member, health=Health.DEAD)]
+        return [] if lease.health is Health.DEAD else [HealthChanged(member=lease.member, health=Health.DEAD)]
 
     def expire(self, now_s: float) -> list[PeerEvent]:
         """Move leases along by age; forget the long dead, so that the table stays bounded."""
