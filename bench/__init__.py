@@ -1,0 +1,1 @@
+"""Benchmarks and the simulator: ``python -m bench.NAME``."""
