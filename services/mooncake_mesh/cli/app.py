@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from mooncake_mesh.cli.loading import load
 from mooncake_mesh.cli.settings import add_flags, dump
-from mooncake_mesh.config import SECTIONS, ChatConfig, RoleConfig, StatusConfig, UpConfig
+from mooncake_mesh.config import SECTIONS, ChatConfig, LogFormat, LogLevel, RoleConfig, StatusConfig, UpConfig
 from mooncake_mesh.errors import ConfigError
 
 _SUMMARIES: Final = {
@@ -68,15 +68,24 @@ def _start(name: str, config: RoleConfig, arguments: argparse.Namespace) -> int:
         case StatusConfig():
             from mooncake_mesh.cli import status
 
+            _log_errors_only(name)
             return status.run(config)
         case ChatConfig():
             from mooncake_mesh.cli import chat
 
+            _log_errors_only(name)
             return chat.run(config)
         case _:
             from mooncake_mesh.cli import roles
 
             return roles.run(name, config)
+
+
+def _log_errors_only(name: str) -> None:
+    """For commands that talk to a person: their output is not a log."""
+    from mooncake_mesh import telemetry
+
+    telemetry.configure(name, name, LogLevel.ERROR, LogFormat.CONSOLE)
 
 
 class _Version(argparse.Action):

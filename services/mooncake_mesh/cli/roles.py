@@ -23,8 +23,8 @@ def run(role: str, config: ServiceConfig) -> int:
     telemetry.configure(role, config.instance_id, config.log_level, config.log_format)
     from mooncake_mesh.mesh import runtime  # here, so that `mooncake --help` needs no event loop
 
-    service = importlib.import_module(f"mooncake_mesh.{role}.service")
     try:
+        service = importlib.import_module(f"mooncake_mesh.{role}.service")
         return runtime.main(lambda lifecycle: service.run(config, lifecycle))
     except Exception as error:  # noqa: BLE001  the process' border: every failure becomes a line and an exit code
         return _failed(role, error)
