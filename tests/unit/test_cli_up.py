@@ -138,7 +138,7 @@ def test_killed_child_comes_back(tmp_path: Path, quiet_supervisor: None) -> None
 def test_refusing_child_ends_the_mesh_with_its_words(
     tmp_path: Path, quiet_supervisor: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refuse = "sys.stderr.write('some log\\n'); sys.stderr.write('mooncake prefill: T5 is no decoder\\n\\n'); sys.exit(2)"
+    refuse = "sys.stderr.write('a log line\\nmooncake prefill: T5 is no decoder\\n\\n'); sys.exit(2)"
     supervisor, commands = _mesh(tmp_path, {"prefill0": refuse, "gateway0": STAY})
     assert asyncio.run(supervisor.run()) == 2
     captured = capsys.readouterr()
