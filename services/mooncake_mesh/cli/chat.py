@@ -73,6 +73,8 @@ def run(config: ChatConfig) -> int:
     code = 0
     prompt = "> " if sys.stdin.isatty() else ""
     if prompt:
+        import readline  # noqa: F401  gives input() line editing and a history
+
         _write("/reset forgets the conversation, /quit ends it, Ctrl-C cancels an answer\n")
     # One loop for all turns, run only while an answer comes: input() then keeps line editing and its own Ctrl-C.
     with asyncio.Runner() as runner:
