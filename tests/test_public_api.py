@@ -1,0 +1,78 @@
+"""What users build on: names, codes and commands that may not change by accident."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mooncake_mesh.errors
+from mooncake_mesh.config import SECTIONS
+from mooncake_mesh.errors import MooncakeError
+from mooncake_proto.control import Role
+from mooncake_proto.errors import WireError
+
+CODES = {
+    "Aborted": "aborted",
+    "CallTimeout": "call_timeout",
+    "ChecksumMismatch": "checksum_mismatch",
+    "ConfigError": "config_error",
+    "DeadlineExceeded": "deadline_exceeded",
+    "Draining": "draining",
+    "InternalError": "internal_error",
+    "InvalidRequest": "invalid_request",
+    "InvalidTransition": "invalid_transition",
+    "InvariantViolated": "invariant_violated",
+    "MalformedMessage": "malformed_message",
+    "MeshError": "mesh_error",
+    "ModelError": "model_error",
+    "ModelNotFound": "model_not_found",
+    "MooncakeError": "internal_error",
+    "NoFreeBlocks": "no_free_blocks",
+    "PeerUnreachable": "peer_unreachable",
+    "Refused": "mesh_error",
+    "Rejected": "rejected",
+    "RemoteFailure": "mesh_error",
+    "RequestError": "request_error",
+    "SliceLost": "slice_lost",
+    "TooLong": "context_length_exceeded",
+    "TransferError": "transfer_error",
+    "UnknownKind": "unknown_kind",
+    "UnsupportedModel": "unsupported_model",
+    "VersionMismatch": "version_mismatch",
+    "WireError": "wire_error",
+}
+
+
+def test_error_codes_travel_so_they_stay() -> None:
+    families = [MooncakeError]
+    for family in families:
+        families.extend(family.__subclasses__())
+    ours = {error.__name__: error.code for error in families if error.__module__.startswith("mooncake")}
+    public = {name: ours[name] for name in [*mooncake_mesh.errors.__all__, *_names_of(WireError)] if name in ours}
+    assert public == CODES
+
+
+def test_all_names_what_is_there() -> None:
+    assert all(hasattr(mooncake_mesh.errors, name) for name in mooncake_mesh.errors.__all__)
+
+
+def test_every_role_of_the_wire_is_a_command() -> None:
+    assert {role.value for role in Role} <= set(SECTIONS)
+
+
+@pytest.mark.parametrize("module", ["mooncake_mesh.client", "mooncake_mesh.__main__"])
+def test_clients_and_the_command_line_load_no_model_code(module: str) -> None:
+    script = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'tokenizers'}} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_both_packages_are_marked_as_typed() -> None:
+    root = Path(__file__).parents[1]
+    assert (root / "proto/mooncake_proto/py.typed").exists()
+    assert (root / "services/mooncake_mesh/py.typed").exists()
+
+
+def _names_of(family: type[Exception]) -> list[str]:
+    return [family.__name__, *[leaf.__name__ for leaf in family.__subclasses__()]]
