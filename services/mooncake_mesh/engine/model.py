@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
 from mooncake_mesh.engine.attention import IMPLEMENTATION, LayerCall, attention_pass, chunk_attention
@@ -63,18 +64,7 @@ def load_model(folder: Path, *, dtype: KvDtype, block_tokens: int, device: torch
     config = _read_config(folder)
     model_class = check_supported(config)
     layout = layout_from_config(config, dtype, block_tokens)
-    with _quiet_transformers():
-        try:
-            model = model_class.from_pretrained(
-                folder,
-                config=config,
-                dtype=torch_dtype(dtype),
-                attn_implementation=IMPLEMENTATION,
-                local_files_only=True,
-                use_safetensors=True,
-            )
-        except (OSError, ValueError, ImportError) as error:
-            raise ModelError(f"cannot load the weights in {folder}: {error}") from error
+    model = _load_weights(model_class, config, folder, torch_dtype(dtype))
     model = model.to(device).eval().requires_grad_(False)
     probe_attention(model, layout)
     return LoadedModel(
@@ -83,6 +73,25 @@ def load_model(folder: Path, *, dtype: KvDtype, block_tokens: int, device: torch
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_position_embeddings,
     )
+
+
+def _load_weights(model_class: type[PreTrainedModel], config: Any, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    with _quiet_transformers():
+        try:
+            model, info = model_class.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=IMPLEMENTATION,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+            raise ModelError(f"cannot load the weights in {folder}: {error}") from error
+    if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers there
+        raise ModelError(f"the weights in {folder} lack {len(missing)} tensors, {missing[0]} among them")
+    return model
 
 
 def check_supported(config: Any) -> type[PreTrainedModel]:
