@@ -68,6 +68,9 @@ def test_folder_of_a_killed_mesh_is_removed_by_the_next(temporary: Path) -> None
     dead.mkdir()
     (dead / "lock").touch()
     _make_socket(dead / "sdk.ipc")
+    died_early = temporary / f"{run_dir.PREFIX}early"
+    died_early.mkdir()
+    (died_early / "lock").touch()
     just_being_made = temporary / f"{run_dir.PREFIX}new"
     just_being_made.mkdir()
     other = temporary / "mooncake-other"

@@ -26,25 +26,17 @@ def held(chosen: Path | None) -> Iterator[Path]:
     another mesh holds *chosen*, or where it cannot be made.
     """
     if chosen is None:
-        remove_abandoned(Path(tempfile.gettempdir()))
-        path, ours = Path(tempfile.mkdtemp(prefix=PREFIX)), True
+        parent = Path(tempfile.gettempdir())
+        remove_abandoned(parent)
+        path, ours = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)), True
+        lock = _locked_before_it_is_seen(path)
     else:
         path, ours = chosen.absolute(), not chosen.exists()
+        lock = _lock_chosen(path)
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ValueError(f"run_dir: {path}: {error.strerror}") from error
-    try:
-        if chosen is None:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # waits for somebody who looks whether the folder is abandoned
-        elif not _lock(lock):
-            raise ValueError(f"run_dir: another mesh runs in {path}")
-        try:
-            yield path
-        finally:
-            _clean(path, whole=ours)
+        yield path
     finally:
+        _clean(path, whole=ours)
         os.close(lock)
 
 
@@ -56,10 +48,30 @@ def remove_abandoned(parent: Path) -> None:
                 continue
             lock = os.open(path / _LOCK, os.O_RDWR)
             try:
-                if _lock(lock) and len(os.listdir(path)) > 1:  # not one that is just being made
+                if _lock(lock):
                     shutil.rmtree(path)
             finally:
                 os.close(lock)
+
+
+def _locked_before_it_is_seen(path: Path) -> int:
+    """Descriptor of the lock. It gets its name once it is held, so that nobody takes the folder for abandoned."""
+    lock = os.open(path / "new-lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (path / "new-lock").rename(path / _LOCK)
+    return lock
+
+
+def _lock_chosen(path: Path) -> int:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ValueError(f"run_dir: {path}: {error.strerror}") from error
+    if not _lock(lock):
+        os.close(lock)
+        raise ValueError(f"run_dir: another mesh runs in {path}")
+    return lock
 
 
 def _lock(descriptor: int) -> bool:
