@@ -75,7 +75,7 @@ class ConductorService:
             objectives=Objectives(ttft_s=config.ttft_slo_s, tbt_s=config.tbt_slo_s),
             started_s=monotonic(),
         )
-        self._publisher = sockets.publisher(config.publish)
+        self._publisher = sockets.Publisher(config.publish)
         handlers: dict[type, Handler] = {
             Ping: self._ping,
             Register: self._register,
@@ -143,7 +143,7 @@ class ConductorService:
             self._publish()
 
     def _publish(self) -> None:
-        self._publisher.send_now(codec.encode(self._core.cluster_state(monotonic())))
+        self._publisher.publish(codec.encode(self._core.cluster_state(monotonic())))
 
     # --- blocks, placing, telling -------------------------------------------------------------------------------------
 

@@ -25,7 +25,6 @@ from mooncake_mesh.policy.stopping import finish_after
 from mooncake_proto.ids import BlockKey, JobId
 from mooncake_proto.serving import DecodeJob, FinishReason
 
-
 _MAX_EARLY_TOKENS: Final = 1024
 
 

@@ -1,44 +1,55 @@
 """Makes the engine a worker was configured with; torch is imported only for one that needs it."""
 
-import enum
+from typing import Final
 
+from mooncake_mesh import config as settings
 from mooncake_mesh.engine.api import Engine
-from mooncake_mesh.engine.fake import FakeConfig, FakeEngine, FakeTiming
-from mooncake_mesh.errors import ModelError
-from mooncake_mesh.kv.layout import KvDtype, KvLayout
+from mooncake_mesh.engine.fake import FakeConfig, FakeEngine, FakeOutput, FakeTiming
+from mooncake_mesh.errors import ConfigError, ModelError
+from mooncake_mesh.kv.layout import KvLayout
+
+WorkerConfig = settings.PrefillConfig | settings.DecodeConfig
+
+_OUTPUTS: Final = {
+    settings.FakeOutput.HASH: FakeOutput.ECHO_HASH,
+    settings.FakeOutput.UTF8: FakeOutput.UTF8,
+}
 
 
-class EngineKind(enum.Enum):
-    TRANSFORMERS = "transformers"
-    FAKE = "fake"
+def make_engine(config: WorkerConfig) -> Engine:
+    """A loaded engine, not yet bound to an arena. Raises ModelError, or ConfigError for an impossible fake one."""
+    if config.engine is settings.EngineKind.FAKE:
+        return _fake_engine(config)
+    try:
+        from mooncake_mesh.engine.runner import TransformersEngine
+    except ImportError as error:
+        raise ModelError(f"{error}; the transformers engine needs: pip install 'mooncake-mesh[engine]'") from error
+    return TransformersEngine.load(
+        config.model,
+        dtype=config.dtype,
+        block_tokens=config.block_tokens,
+        device=config.device,
+        threads=config.threads,
+    )
 
 
-def make_engine(
-    *,
-    kind: EngineKind,
-    model: str,
-    dtype: KvDtype,
-    block_tokens: int,
-    device: str = "cpu",
-    threads: int | None = None,
-    fake_timing: FakeTiming | None = None,
-) -> Engine:
-    """A loaded engine, not yet bound to an arena.
-
-    *model* is a local folder, a hub id or the name of the default model; for the fake engine only the name it reports.
-    *threads* is the number of compute threads of this process, None leaves torch's choice. Raises ModelError.
-    """
-    match kind:
-        case EngineKind.FAKE:
-            layout = KvLayout(layers=4, kv_heads=1, head_dim=8, dtype=dtype, block_tokens=block_tokens)
-            return FakeEngine(FakeConfig(name=model, layout=layout, timing=fake_timing or FakeTiming()))
-        case EngineKind.TRANSFORMERS:
-            try:
-                from mooncake_mesh.engine.runner import TransformersEngine
-            except ImportError as error:
-                raise ModelError(
-                    f"{error}; the transformers engine needs: pip install 'mooncake-mesh[engine]'"
-                ) from error
-            return TransformersEngine.load(
-                model, dtype=dtype, block_tokens=block_tokens, device=device, threads=threads
-            )
+def _fake_engine(config: WorkerConfig) -> FakeEngine:
+    fake = config.fake
+    layout = KvLayout(
+        layers=fake.layers,
+        kv_heads=fake.kv_heads,
+        head_dim=fake.head_dim,
+        dtype=config.dtype,
+        block_tokens=config.block_tokens,
+    )
+    timing = FakeTiming(
+        prefill_s_base=fake.prefill_s_base,
+        prefill_s_per_token=fake.prefill_s_per_token,
+        decode_s_base=fake.decode_s_base,
+        decode_s_per_slot=fake.decode_s_per_slot,
+    )
+    try:
+        made = FakeConfig(name=config.model, layout=layout, output=_OUTPUTS[fake.output], timing=timing)
+    except ValueError as error:
+        raise ConfigError(str(error), path="fake") from error
+    return FakeEngine(made)

@@ -292,7 +292,7 @@ class RequestCore:
         """A request that has never run is refused; one that has waits for its turn until its deadline."""
         if self._attempt == 0:
             return self._fail(error)
-        pause_s = error.retry_after_s if isinstance(error, Rejected) else self._pause_s()
+        pause_s: float = error.retry_after_s if isinstance(error, Rejected) else self._pause_s()
         return [self._ask(after_s=min(pause_s, _LONGEST_PAUSE_S))]
 
     # --- tokens -------------------------------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ class RequestCore:
 
     def _pause_s(self) -> float:
         self._pauses += 1
-        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._pauses - 1, 10))
+        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * (1 << min(self._pauses - 1, 10)))
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 

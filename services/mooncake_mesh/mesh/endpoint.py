@@ -189,8 +189,18 @@ def dealer(endpoint: str, on_frames: OnFrames, on_link: Callable[[Link], None]) 
         raise
 
 
-def publisher(bind: str) -> Channel:
-    return Channel(_bound(_socket(zmq.PUB), bind), lambda _: None)
+class Publisher:
+    """A bound PUB. Slow subscribers miss messages, and nobody waits for them."""
+
+    def __init__(self, bind: str) -> None:
+        self._socket = _bound(_socket(zmq.PUB), bind)
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def publish(self, frames: Sequence[bytes]) -> None:
+        self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
+
+    def close(self) -> None:
+        self._socket.close(linger=LINGER_MS)
 
 
 def subscriber(endpoint: str, on_frames: OnFrames) -> Channel:

@@ -11,7 +11,7 @@ import inspect
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, overload
 
 import structlog
 
@@ -33,6 +33,7 @@ from mooncake_proto.ids import MessageId
 log = structlog.get_logger(__name__)
 
 _R = TypeVar("_R")
+_R2 = TypeVar("_R2")
 
 MAX_RUNNING_CALLS: Final = 4096
 
@@ -198,7 +199,15 @@ class RpcClient:
         """Send one way, waiting up to *timeout_s* for a connection. Raises PeerUnreachable."""
         await self._channel.send(codec.encode(body, Envelope(cause=cause)), timeout_s=timeout_s)
 
-    async def call(self, body: object, expect: type[_R], *, timeout_s: float, cause: str = "") -> _R:
+    @overload
+    async def call(self, body: object, expect: type[_R], *, timeout_s: float, cause: str = "") -> _R: ...
+
+    @overload
+    async def call(
+        self, body: object, expect: tuple[type[_R], type[_R2]], *, timeout_s: float, cause: str = ""
+    ) -> _R | _R2: ...
+
+    async def call(self, body: object, expect: type | tuple[type, ...], *, timeout_s: float, cause: str = "") -> object:
         """Send *body* and wait for its reply of class *expect*.
 
         Raises RemoteFailure (the peer's own error), PeerUnreachable, CallTimeout, or WireError for another class of
@@ -220,7 +229,11 @@ class RpcClient:
             raise
         finally:
             self._open.pop(message_id, None)
-        return self._expected(result, expect)
+        if isinstance(result, Failure):
+            raise RemoteFailure(result)
+        if not isinstance(result, expect):
+            raise WireError(f"{self.endpoint} answered {type(result).__name__} to {type(body).__name__}")
+        return result
 
     @asynccontextmanager
     async def stream(self, body: object, *, timeout_s: float, max_items: int = 1024) -> AsyncIterator["ReplyStream"]:
@@ -246,13 +259,6 @@ class RpcClient:
             self.post(CancelCall(target=message_id))
         except PeerUnreachable:
             log.debug("cancel_undeliverable", endpoint=self.endpoint)
-
-    def _expected(self, result: object, expect: type[_R]) -> _R:
-        if isinstance(result, Failure):
-            raise RemoteFailure(result)
-        if not isinstance(result, expect):
-            raise WireError(f"{self.endpoint} answered {type(result).__name__}, expected {expect.__name__}")
-        return result
 
     def _accept(self, frames: list[bytes]) -> None:
         try:

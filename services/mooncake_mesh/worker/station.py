@@ -1,5 +1,4 @@
-"""What prefill and decode workers share: their place in the mesh, the arena under their engine, word to the gateways.
-"""
+"""What prefill and decode workers share: their place in the mesh, the arena under their engine, word to the gateways."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine

@@ -1,0 +1,277 @@
+"""The mesh below the doors: runs each request's core, does what it commands, feeds back what happened.
+
+Tokens come in on the stream ROUTER, from prefill workers (the first) and decode workers (the others). The loss of a
+worker shows in two ways, whichever is first: its connection drops, or the conductor publishes that it is dead or
+another incarnation.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Final
+
+import structlog
+
+from mooncake_mesh.errors import CallTimeout, MeshError, MooncakeError, Rejected, RemoteFailure
+from mooncake_mesh.gateway.api import Readiness, TokenEvent, TokenRequest
+from mooncake_mesh.gateway.core import (
+    AskPlacement,
+    CallerLeft,
+    CancelAt,
+    DeadlinePassed,
+    Emit,
+    Fail,
+    JobsAccepted,
+    KeySpace,
+    NotPlaced,
+    Placed,
+    RequestCommand,
+    RequestCore,
+    RequestEvent,
+    Started,
+    StartJobs,
+    WorkerLost,
+)
+from mooncake_mesh.kv.block_hash import key_root
+from mooncake_mesh.mesh.phonebook import Phonebook
+from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient
+from mooncake_proto.control import ClusterState, Health, MemberState, ModelCard, Ok, Role
+from mooncake_proto.ids import JobId
+from mooncake_proto.serving import (
+    CancelJob,
+    FirstToken,
+    JobFailed,
+    Placement,
+    TokenBatch,
+    WorkerRef,
+)
+from mooncake_proto.serving import (
+    Rejected as RejectedReply,
+)
+
+log = structlog.get_logger(__name__)
+
+_SCHEDULE_TIMEOUT_S: Final = 5.0
+_START_TIMEOUT_S: Final = 5.0
+_CANCEL_TIMEOUT_S: Final = 30.0
+_CONDUCTOR_RETRY_AFTER_S: Final = 1.0
+_WORKERS: Final = (Role.PREFILL, Role.DECODE)
+
+
+@dataclass(slots=True)
+class _Running:
+    """One request on its way; ``events`` holds at most what it generates."""
+
+    core: RequestCore
+    events: asyncio.Queue[TokenEvent | MooncakeError] = field(default_factory=asyncio.Queue)
+    deadline: asyncio.TimerHandle | None = None
+
+
+class MeshClient:
+    """Implements the ``Mesh`` of gateway/api.py. Create inside a running loop."""
+
+    def __init__(self, conductor: RpcClient, tasks: asyncio.TaskGroup, *, max_replacements: int) -> None:
+        self._conductor = conductor
+        self._tasks = tasks
+        self._max_replacements = max_replacements
+        self._workers = Phonebook(on_lost=self._endpoint_lost)
+        self._running: dict[JobId, _Running] = {}
+        self._members: tuple[MemberState, ...] = ()
+        self._loop = asyncio.get_running_loop()
+        self.stream_endpoint = ""
+
+    def stream_handlers(self) -> dict[type, Handler]:
+        """What the stream ROUTER takes."""
+        return {FirstToken: self._first_token, TokenBatch: self._token_batch, JobFailed: self._job_failed}
+
+    def close(self) -> None:
+        self._workers.close()
+
+    # --- the Mesh protocol --------------------------------------------------------------------------------------------
+
+    def models(self) -> tuple[ModelCard, ...]:
+        return tuple(state.member.model for state in self._serving() if state.member.model is not None)
+
+    def readiness(self) -> Readiness:
+        roles = {state.member.role for state in self._serving()}
+        reasons = tuple(f"no {role.value} instance" for role in _WORKERS if role not in roles)
+        return Readiness(ready=not reasons, reasons=reasons)
+
+    async def generate(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+        running = self._enter(request)
+        try:
+            while True:
+                event = await running.events.get()
+                if isinstance(event, MooncakeError):
+                    raise event
+                yield event
+                if event.finish is not None:
+                    return
+        finally:
+            self._leave(running)
+
+    # --- one request --------------------------------------------------------------------------------------------------
+
+    def _enter(self, request: TokenRequest) -> _Running:
+        card = next((card for card in self.models() if card.name == request.model), None)
+        if card is None:
+            raise Rejected("no_instances", unavailable=True, retry_after_s=_CONDUCTOR_RETRY_AFTER_S)
+        root = key_root(
+            fingerprint=card.fingerprint,
+            dtype=card.dtype,
+            block_tokens=card.block_tokens,
+            block_bytes=card.block_bytes,
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+        )
+        core = RequestCore(
+            request,
+            KeySpace(root=root, block_tokens=card.block_tokens),
+            stream_endpoint=self.stream_endpoint,
+            max_replacements=self._max_replacements,
+            started_s=monotonic(),
+        )
+        running = _Running(core=core)
+        running.deadline = self._loop.call_later(request.deadline_s, self._feed, running, DeadlinePassed())
+        self._feed(running, Started())
+        return running
+
+    def _leave(self, running: _Running) -> None:
+        if running.deadline is not None:
+            running.deadline.cancel()
+        self._feed(running, CallerLeft())
+        self._running.pop(running.core.job_id, None)
+
+    def _feed(self, running: _Running, event: RequestEvent) -> None:
+        before = running.core.job_id
+        commands = running.core.handle(event, monotonic())
+        if running.core.job_id != before:
+            self._running.pop(before, None)
+        for command in commands:
+            self._execute(running, command)
+        if running.core.is_over:
+            self._running.pop(running.core.job_id, None)
+
+    def _execute(self, running: _Running, command: RequestCommand) -> None:
+        match command:
+            case Emit(event=event):
+                running.events.put_nowait(event)
+            case Fail(error=error):
+                running.events.put_nowait(error)
+            case AskPlacement():
+                self._running[command.schedule.job_id] = running
+                self._tasks.create_task(self._place(running, command))
+            case StartJobs():
+                self._tasks.create_task(self._start(running, command))
+            case CancelAt(workers=workers):
+                for worker in workers:
+                    self._tasks.create_task(self._cancel(worker, command))
+
+    async def _place(self, running: _Running, command: AskPlacement) -> None:
+        job_id = command.schedule.job_id
+        if command.after_s:
+            await asyncio.sleep(command.after_s)
+        if running.core.is_over:
+            return
+        try:
+            reply = await self._conductor.call(
+                command.schedule,
+                (Placement, RejectedReply),
+                timeout_s=_SCHEDULE_TIMEOUT_S,
+                cause=job_id,
+            )
+        except RemoteFailure as error:
+            self._feed(running, NotPlaced(job_id=job_id, error=error))
+        except MeshError as error:
+            log.warning("conductor_unreachable", job_id=job_id, code=error.code)
+            refusal = Rejected("conductor_unreachable", unavailable=True, retry_after_s=_CONDUCTOR_RETRY_AFTER_S)
+            self._feed(running, NotPlaced(job_id=job_id, error=refusal))
+        else:
+            self._feed(running, self._placement_event(reply))
+
+    def _placement_event(self, reply: Placement | RejectedReply) -> RequestEvent:
+        if isinstance(reply, Placement):
+            return Placed(placement=reply)
+        error = Rejected(reply.reason, unavailable=reply.unavailable, retry_after_s=reply.retry_after_s)
+        return NotPlaced(job_id=reply.job_id, error=error)
+
+    async def _start(self, running: _Running, command: StartJobs) -> None:
+        """Send both jobs at once; neither waits for the other."""
+        job_id, placement = command.prefill.job_id, command.placement
+        async with asyncio.TaskGroup() as calls:
+            calls.create_task(self._submit(running, placement.prefill, command.prefill, job_id))
+            if command.decode is not None:
+                calls.create_task(self._submit(running, placement.decode, command.decode, job_id))
+        self._feed(running, JobsAccepted(job_id=job_id))
+
+    async def _submit(self, running: _Running, worker: WorkerRef, job: object, job_id: JobId) -> None:
+        try:
+            await self._workers.get(worker.endpoint).call(job, Ok, timeout_s=_START_TIMEOUT_S, cause=job_id)
+        except MooncakeError as error:
+            failed = JobFailed(
+                job_id=job_id,
+                instance_id=worker.instance_id,
+                code=error.code,
+                message=str(error)[:500],
+                retryable=error.retryable,
+            )
+            self._feed(running, failed)
+
+    async def _cancel(self, worker: WorkerRef, command: CancelAt) -> None:
+        request = CancelJob(job_id=command.job_id, reason=command.reason)
+        try:
+            await self._workers.get(worker.endpoint).call(request, Ok, timeout_s=_CANCEL_TIMEOUT_S)
+        except (MeshError, CallTimeout) as error:  # a lost worker has nothing left to free
+            log.info("cancel_undelivered", job_id=command.job_id, instance_id=worker.instance_id, code=error.code)
+
+    # --- what comes in ------------------------------------------------------------------------------------------------
+
+    def _first_token(self, first: FirstToken, _: Caller) -> None:
+        running = self._running.get(first.job_id)
+        if running is not None:
+            self._feed(running, first)
+
+    def _token_batch(self, batch: TokenBatch, _: Caller) -> None:
+        for entry in batch.entries:
+            running = self._running.get(entry.job_id)
+            if running is not None:
+                self._feed(running, entry)
+
+    def _job_failed(self, failed: JobFailed, _: Caller) -> None:
+        running = self._running.get(failed.job_id)
+        if running is not None:
+            self._feed(running, failed)
+
+    def heard(self, state: ClusterState) -> None:
+        """The conductor published who is there."""
+        self._members = state.members
+        alive = {
+            (member.member.instance_id, member.member.incarnation)
+            for member in state.members
+            if member.health is not Health.DEAD
+        }
+        for running in list(self._running.values()):
+            placement = running.core.placement
+            for worker in (placement.prefill, placement.decode) if placement else ():
+                if (worker.instance_id, worker.incarnation) not in alive and _is_known(worker, state):
+                    self._feed(running, WorkerLost(instance_id=worker.instance_id))
+
+    def _endpoint_lost(self, endpoint: str) -> None:
+        for running in list(self._running.values()):
+            placement = running.core.placement
+            for worker in (placement.prefill, placement.decode) if placement else ():
+                if worker.endpoint == endpoint:
+                    self._feed(running, WorkerLost(instance_id=worker.instance_id))
+
+    def _serving(self) -> list[MemberState]:
+        return [
+            state
+            for state in self._members
+            if state.member.role in _WORKERS and state.health is Health.ALIVE and not state.load.draining
+        ]
+
+
+def _is_known(worker: WorkerRef, state: ClusterState) -> bool:
+    """Whether *state* says anything of the worker: a conductor that just restarted may not have heard of it yet."""
+    return any(member.member.instance_id == worker.instance_id for member in state.members)

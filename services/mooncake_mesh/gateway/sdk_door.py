@@ -1,0 +1,85 @@
+"""The ZeroMQ door: what the SDK calls. The same requests as over HTTP, through the same code."""
+
+import asyncio
+import secrets
+import time
+
+import orjson
+
+from mooncake_mesh.gateway.api import Mesh
+from mooncake_mesh.gateway.completion import Completions
+from mooncake_mesh.gateway.model_list import model_list
+from mooncake_mesh.gateway.openai_responses import Json
+from mooncake_mesh.mesh.rpc import Caller, Handler
+from mooncake_proto.client import (
+    Cancel,
+    Generate,
+    GenerationDelta,
+    GenerationEnd,
+    HealthQuery,
+    HealthReport,
+    Models,
+    ModelsQuery,
+)
+from mooncake_proto.control import Ok
+from mooncake_proto.ids import RequestId
+
+
+class SdkDoor:
+    """Handlers for the ROUTER that SDK clients connect to."""
+
+    def __init__(self, mesh: Mesh, completions: Completions) -> None:
+        self._mesh = mesh
+        self._completions = completions
+        self._created = int(time.time())
+        self._running: dict[tuple[bytes, str], asyncio.Task[object]] = {}
+
+    def handlers(self) -> dict[type, Handler]:
+        return {
+            Generate: self._generate,
+            Cancel: self._cancel,
+            ModelsQuery: self._models,
+            HealthQuery: self._health,
+        }
+
+    async def _generate(self, request: Generate, caller: Caller) -> None:
+        """Answers with deltas and one end, or one Failure. Cancelled when the client stops reading."""
+        task = asyncio.current_task()
+        key = (caller.identity, caller.message_id)
+        if task is not None:
+            self._running[key] = task
+        try:
+            door = _Replies(caller)
+            await self._completions.serve(
+                request.operation, request.request, door, request_id=RequestId(secrets.token_hex(16))
+            )
+        finally:
+            self._running.pop(key, None)
+
+    def _cancel(self, request: Cancel, caller: Caller) -> Ok:
+        task = self._running.get((caller.identity, request.target))
+        if task is not None:
+            task.cancel()
+        return Ok()
+
+    def _models(self, _: ModelsQuery, __: Caller) -> Models:
+        return Models(response=orjson.dumps(model_list(self._completions.preparation.served(), self._created)))
+
+    def _health(self, _: HealthQuery, __: Caller) -> HealthReport:
+        readiness = self._mesh.readiness()
+        is_ready = readiness.ready and not self._completions.draining
+        reasons = (*readiness.reasons, *(("draining",) if self._completions.draining else ()))
+        return HealthReport(live=True, ready=is_ready, reasons=reasons)
+
+
+class _Replies:
+    """A Door whose chunks are replies. A client that is gone ends the request."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    async def chunk(self, chunk: Json) -> None:
+        self._caller.reply(GenerationDelta(chunk=orjson.dumps(chunk)))
+
+    async def whole(self, response: Json) -> None:
+        self._caller.reply(GenerationEnd(response=orjson.dumps(response)))

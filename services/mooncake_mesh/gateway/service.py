@@ -1,0 +1,163 @@
+"""The gateway process: the doors above, the mesh below.
+
+====== =============== ==================================================
+socket who connects    what flows
+====== =============== ==================================================
+HTTP   OpenAI clients  see gateway/http.py
+ROUTER SDK clients     Generate, Cancel, ModelsQuery, HealthQuery
+ROUTER workers         FirstToken, TokenBatch, JobFailed
+DEALER conductor       Schedule, membership
+DEALER workers         PrefillJob, DecodeJob, CancelJob
+====== =============== ==================================================
+
+The token streams have a socket of their own, so that no burst of new requests stands before a running one's tokens.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+import uvicorn
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+
+from mooncake_mesh.config import EngineKind, GatewayConfig
+from mooncake_mesh.errors import MeshError
+from mooncake_mesh.gateway.completion import CompletionLimits, Completions
+from mooncake_mesh.gateway.http import HttpLimits, create_app
+from mooncake_mesh.gateway.mesh import MeshClient
+from mooncake_mesh.gateway.metrics import DoorMetrics
+from mooncake_mesh.gateway.sdk_door import SdkDoor
+from mooncake_mesh.gateway.tokenizer import ByteTokenizer, Tokenizer
+from mooncake_mesh.mesh.membership import Membership
+from mooncake_mesh.mesh.rpc import Caller, RpcClient, RpcServer
+from mooncake_mesh.mesh.runtime import Lifecycle
+from mooncake_proto.control import Load, Member, Ping, Pong, Role
+from mooncake_proto.ids import InstanceId, NodeId, new_incarnation
+
+log = structlog.get_logger(__name__)
+
+_DRAIN_S: Final = 30.0
+_START_S: Final = 10.0
+_BACKLOG: Final = 1024
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the process' own runtime decides when to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        yield
+
+
+class GatewayService:
+    """One gateway."""
+
+    def __init__(self, config: GatewayConfig, tasks: asyncio.TaskGroup) -> None:
+        self._config = config
+        self._tasks = tasks
+        self._member = Member(
+            role=Role.GATEWAY,
+            instance_id=InstanceId(config.instance_id),
+            node_id=NodeId(config.node_id),
+            incarnation=new_incarnation(),
+            endpoint=config.bind,
+        )
+
+    async def run(self, lifecycle: Lifecycle) -> None:
+        """Serve until *lifecycle* says stop, then let running requests finish for a while."""
+        config = self._config
+        tokenizer = await asyncio.to_thread(load_tokenizer, config)
+        conductor = RpcClient(config.conductor)
+        mesh = MeshClient(conductor, self._tasks, max_replacements=config.max_replacements)
+        metrics = DoorMetrics(CollectorRegistry())
+        limits = CompletionLimits(
+            deadline_s=config.request_deadline_s, max_concurrent_requests=config.max_concurrent_requests
+        )
+        completions = Completions(mesh, {served_name(config): tokenizer}, metrics, limits)
+        streams = RpcServer(config.stream_bind, {Ping: self._ping, **mesh.stream_handlers()}, self._tasks)
+        mesh.stream_endpoint = streams.endpoint
+        clients = RpcServer(config.bind, {Ping: self._ping, **SdkDoor(mesh, completions).handlers()}, self._tasks)
+        http = self._http_server(
+            create_app(mesh, completions, metrics, HttpLimits(max_body_bytes=config.max_body_bytes))
+        )
+        membership = Membership(
+            conductor, self._member, lambda: Load(running_jobs=completions.running), on_cluster=mesh.heard
+        )
+        serving = self._tasks.create_task(http.serve())
+        joining = self._tasks.create_task(membership.run())
+        await _poll(lambda: http.started or serving.done(), timeout_s=_START_S)
+        if not http.started:
+            raise MeshError(f"cannot listen on {config.host}:{config.port}")
+        lifecycle.ready(http=f"http://{config.host}:{_bound_port(http)}", sdk=clients.endpoint)
+        await lifecycle.stopping.wait()
+
+        completions.drain()
+        await membership.leave()
+        await self._drain(completions)
+        http.should_exit = True
+        await serving
+        joining.cancel()
+        await asyncio.gather(joining, return_exceptions=True)
+        await clients.close()
+        await streams.close()
+        mesh.close()
+        conductor.close()
+        completions.close()
+
+    async def _drain(self, completions: Completions) -> None:
+        await _poll(lambda: not completions.running, timeout_s=_DRAIN_S)
+        if completions.running:
+            log.warning("drain_incomplete", running=completions.running)
+
+    def _http_server(self, app: Starlette) -> _HttpServer:
+        settings = uvicorn.Config(
+            app,
+            host=self._config.host,
+            port=self._config.port,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            backlog=_BACKLOG,
+            http="httptools",
+            timeout_graceful_shutdown=2,
+        )
+        return _HttpServer(settings)
+
+    def _ping(self, _: Ping, __: Caller) -> Pong:
+        return Pong(role=Role.GATEWAY, instance_id=self._member.instance_id, incarnation=self._member.incarnation)
+
+
+def served_name(config: GatewayConfig) -> str:
+    """What clients call the model."""
+    return config.served_model_name or config.model
+
+
+def load_tokenizer(config: GatewayConfig) -> Tokenizer:
+    """The tokenizer that fits the workers' engine. Raises ModelError for a model that is not there."""
+    if config.engine is EngineKind.FAKE:
+        return ByteTokenizer()
+    from mooncake_mesh.engine.model_files import resolve_model
+    from mooncake_mesh.gateway.model_tokenizer import ModelTokenizer
+
+    return ModelTokenizer(resolve_model(config.model))
+
+
+async def _poll(holds: Callable[[], bool], *, timeout_s: float) -> None:
+    """Wait until *holds*, for what has no event to wait on, or until *timeout_s* is over."""
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    while not holds() and asyncio.get_running_loop().time() < deadline_s:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+def _bound_port(server: uvicorn.Server) -> int:
+    port: int = server.servers[0].sockets[0].getsockname()[1]
+    return port
+
+
+async def run(config: GatewayConfig, lifecycle: Lifecycle) -> None:
+    """Run a gateway until *lifecycle* says stop."""
+    async with asyncio.TaskGroup() as tasks:
+        await GatewayService(config, tasks).run(lifecycle)
