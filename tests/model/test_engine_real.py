@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from mooncake_mesh.engine.api import DecodeSlot, Engine, PrefillChunk, SampleRequest  # noqa: E402
-from mooncake_mesh.engine.factory import EngineKind, make_engine  # noqa: E402
 from mooncake_mesh.engine.model_files import DEFAULT_MODEL, resolve_model  # noqa: E402
+from mooncake_mesh.engine.runner import TransformersEngine  # noqa: E402
 from mooncake_mesh.kv.layout import KvDtype  # noqa: E402
 from mooncake_proto.serving import Sampling  # noqa: E402
 
@@ -28,7 +28,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = make_engine(kind=EngineKind.TRANSFORMERS, model=DEFAULT_MODEL, dtype=KvDtype.FLOAT32, block_tokens=16)
+    engine = TransformersEngine.load(DEFAULT_MODEL, dtype=KvDtype.FLOAT32, block_tokens=16)
     arena = bytearray(64 * engine.spec.layout.block_bytes)
     engine.bind(memoryview(arena))
     yield engine
