@@ -1,0 +1,55 @@
+"""A mesh on this machine for a benchmark: `mooncake up` as a child process."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalMesh:
+    """Where a running mesh answers, and its processes by instance name."""
+
+    host: str
+    port: int
+    model: str
+    sdk: str
+    conductor: str
+    processes: dict[str, psutil.Process]
+
+
+@contextmanager
+def local_mesh(flags: Sequence[str]) -> Iterator[LocalMesh]:
+    """Run `mooncake up --port 0 FLAGS` for the length of the block. Raises RuntimeError when it does not get ready."""
+    command = [sys.executable, "-m", "mooncake_mesh", "up", "--port", "0", "--log-level", "error", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as up:
+        try:
+            assert up.stdout is not None
+            line = up.stdout.readline()
+            if not line.startswith("ready "):
+                raise RuntimeError(f"`{' '.join(command)}` did not get ready")
+            yield _parse(line, up.pid)
+        finally:
+            up.terminate()
+
+
+def _parse(line: str, pid: int) -> LocalMesh:
+    _, url, *pairs = line.split()
+    facts = dict(pair.split("=", 1) for pair in pairs)
+    host, port = url.removeprefix("http://").split(":")
+    return LocalMesh(
+        host=host,
+        port=int(port),
+        model=facts["model"],
+        sdk=facts["sdk"],
+        conductor=facts["conductor"],
+        processes={_name(child): child for child in psutil.Process(pid).children()},
+    )
+
+
+def _name(process: psutil.Process) -> str:
+    words = process.cmdline()
+    return words[words.index("--instance-id") + 1] if "--instance-id" in words else words[-1]
