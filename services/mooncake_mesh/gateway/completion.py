@@ -14,7 +14,6 @@ from typing import Final
 from mooncake_mesh.errors import DeadlineExceeded, Draining, InvalidRequest, Rejected
 from mooncake_mesh.gateway.api import Mesh
 from mooncake_mesh.gateway.generation import Door, Generation
-from mooncake_mesh.gateway.json_fields import read_json_object
 from mooncake_mesh.gateway.metrics import DoorMetrics, Outcome
 from mooncake_mesh.gateway.openai_requests import parse_chat, parse_completion
 from mooncake_mesh.gateway.preparation import Preparation, Prepared
@@ -103,10 +102,9 @@ class Completions:
             await generation.finish()
 
     async def _prepare(self, operation: Operation, body: bytes, request_id: RequestId) -> Prepared:
-        fields = read_json_object(body)
         if operation is Operation.CHAT:
-            return await self.preparation.chat(parse_chat(fields), request_id)
-        return await self.preparation.completion(parse_completion(fields), request_id)
+            return await self.preparation.chat(await self.preparation.parse(body, parse_chat), request_id)
+        return await self.preparation.completion(await self.preparation.parse(body, parse_completion), request_id)
 
     async def _run_to_deadline(self, generation: Generation, started_at: float) -> None:
         spent_s = time.monotonic() - started_at

@@ -5,10 +5,11 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from mooncake_mesh.errors import InvalidRequest, ModelNotFound, Rejected, TooLong
 from mooncake_mesh.gateway.api import Mesh
+from mooncake_mesh.gateway.json_fields import read_json_object
 from mooncake_mesh.gateway.openai_requests import (
     DEFAULT_COMPLETION_TOKENS,
     ChatRequest,
@@ -24,6 +25,7 @@ _T = TypeVar("_T")
 
 # Below this an encoding takes less than a millisecond, and a hop to the thread would cost more than it spares others.
 _INLINE_CHARS: Final = 2048
+_BODY_BYTES_PER_CHAR: Final = 16  # parsing is that much faster than encoding
 _NO_WORKERS_RETRY_AFTER_S: Final = 2.0
 
 
@@ -56,7 +58,7 @@ class Prepared:
 
 
 class Preparation:
-    """Looks models up and tokenises. Long texts are encoded on a thread of its own, so that streams do not stutter."""
+    """Looks models up, parses, tokenises. Long inputs are worked on in a thread, so that streams do not stutter."""
 
     def __init__(self, mesh: Mesh, tokenizers: Mapping[str, Tokenizer]) -> None:
         self._mesh = mesh
@@ -85,6 +87,10 @@ class Preparation:
         if name in self._tokenizers:
             raise Rejected("no_instances", unavailable=True, retry_after_s=_NO_WORKERS_RETRY_AFTER_S)
         raise ModelNotFound(f"the model {name!r} does not exist", param="model")
+
+    async def parse(self, body: bytes, parse: Callable[[dict[str, Any]], _T]) -> _T:
+        """*parse* of the JSON object in *body*. Raises InvalidRequest."""
+        return await self._off_loop(len(body) // _BODY_BYTES_PER_CHAR, lambda: parse(read_json_object(body)))
 
     async def chat(self, request: ChatRequest, request_id: RequestId) -> Prepared:
         """Raises InvalidRequest, ModelNotFound, TooLong or Rejected."""

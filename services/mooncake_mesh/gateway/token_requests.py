@@ -1,7 +1,7 @@
 """``/tokenize`` and ``/detokenize``, with vLLM's field names."""
 
 from mooncake_mesh.errors import InvalidRequest
-from mooncake_mesh.gateway.json_fields import Fields, read_json_object
+from mooncake_mesh.gateway.json_fields import Fields
 from mooncake_mesh.gateway.openai_requests import MAX_LABEL_CHARS, MAX_TEXT_CHARS, parse_messages, parse_token_ids
 from mooncake_mesh.gateway.openai_responses import Json
 from mooncake_mesh.gateway.preparation import Preparation, ServedModel, check_tokens
@@ -10,7 +10,7 @@ from mooncake_mesh.gateway.tokenizer import SpecialTokens
 
 async def tokenize(preparation: Preparation, body: bytes) -> Json:
     """Token ids of ``prompt`` or of ``messages`` as the model would get them. Raises InvalidRequest or Rejected."""
-    fields = Fields(read_json_object(body))
+    fields = await preparation.parse(body, Fields)
     model = _model(preparation, fields)
     prompt = fields.string("prompt", longest=MAX_TEXT_CHARS)
     if prompt is None:
@@ -26,7 +26,7 @@ async def tokenize(preparation: Preparation, body: bytes) -> Json:
 
 async def detokenize(preparation: Preparation, body: bytes) -> Json:
     """Text of ``tokens``, special tokens as their markers. Raises InvalidRequest or Rejected."""
-    fields = Fields(read_json_object(body))
+    fields = await preparation.parse(body, Fields)
     model = _model(preparation, fields)
     entries = fields.array("tokens", longest=MAX_TEXT_CHARS)
     if entries is None:
