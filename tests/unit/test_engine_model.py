@@ -15,6 +15,7 @@ from transformers import (  # noqa: E402
     FalconForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -111,6 +112,20 @@ def test_a_cache_of_another_shape_than_the_config_says_is_found_by_the_probe() -
     wrong = layout_from_config(LlamaConfig(**{**TINY, "num_key_value_heads": 4}), KvDtype.FLOAT32, 16)
     with pytest.raises(UnsupportedModel, match=r"K and V of layer 0 have shape \(1, 2, 8, 8\)"):
         probe_attention(model, wrong)
+
+
+def test_layers_of_different_shape_are_refused(tmp_path: Path) -> None:
+    Gemma4TextConfig(**TINY).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="gemma4_text"):
+        load_model(tmp_path, dtype=KvDtype.FLOAT32, block_tokens=4, device=torch.device("cpu"))
+
+
+def test_a_forward_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    model.set_attn_implementation(IMPLEMENTATION)
+    monkeypatch.setattr(engine_model, "chunk_attention", lambda call, k, v, mask: call.q[..., :3])
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM.*forward with our attention failed"):
+        probe_attention(model, layout_from_config(model.config, KvDtype.FLOAT32, 16))
 
 
 def test_a_saved_model_is_loaded_in_the_wanted_dtype(tmp_path: Path) -> None:

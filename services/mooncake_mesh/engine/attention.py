@@ -122,9 +122,11 @@ class DecodePass:
     """One token of each of several sequences. The arena is written by :meth:`store`, once, after the last layer."""
 
     def __init__(self, arena: ArenaPages, spans: Sequence[Span], contexts: Sequence[Context]) -> None:
+        block_tokens = arena.layout.block_tokens
         self._arena = arena
-        self._spans = spans
         self._contexts = contexts
+        self._blocks = torch.tensor([span.blocks[span.start // block_tokens] for span in spans])
+        self._offsets = torch.tensor([span.start % block_tokens for span in spans])
         self._written: list[torch.Tensor] = []
 
     def attend(self, call: LayerCall) -> torch.Tensor:
@@ -145,10 +147,7 @@ class DecodePass:
 
     def store(self) -> None:
         """Write the K and V of all layers to the arena."""
-        block_tokens = self._arena.layout.block_tokens
-        blocks = torch.tensor([span.blocks[span.start // block_tokens] for span in self._spans])
-        offsets = torch.tensor([span.start % block_tokens for span in self._spans])
-        self._arena.write_tokens(blocks, offsets, torch.stack(self._written, dim=1).squeeze(4))
+        self._arena.write_tokens(self._blocks, self._offsets, torch.stack(self._written, dim=1).squeeze(4))
 
 
 def chunk_attention(call: LayerCall, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

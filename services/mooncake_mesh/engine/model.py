@@ -44,6 +44,7 @@ _HARMLESS: Final = frozenset(
         "dropout",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "return_dict",
     }
 )
@@ -63,7 +64,7 @@ def load_model(folder: Path, *, dtype: KvDtype, block_tokens: int, device: torch
     """The model in *folder*, checked and ready for forwards on *device*. Raises ModelError, UnsupportedModel."""
     config = _read_config(folder)
     model_class = check_supported(config)
-    layout = layout_from_config(config, dtype, block_tokens)
+    layout = _layout(config, dtype, block_tokens)
     model = _load_weights(model_class, config, folder, torch_dtype(dtype))
     model = model.to(device).eval().requires_grad_(False)
     probe_attention(model, layout)
@@ -73,6 +74,13 @@ def load_model(folder: Path, *, dtype: KvDtype, block_tokens: int, device: torch
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_position_embeddings,
     )
+
+
+def _layout(config: Any, dtype: KvDtype, block_tokens: int) -> KvLayout:
+    try:
+        return layout_from_config(config, dtype, block_tokens)
+    except (AttributeError, RuntimeError) as error:  # RuntimeError: transformers, of what differs by layer
+        raise UnsupportedModel(f"{config.model_type} is not supported: no one KV layout: {error}") from error
 
 
 def _load_weights(model_class: type[PreTrainedModel], config: Any, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -123,8 +131,11 @@ def probe_attention(model: PreTrainedModel, layout: KvLayout) -> None:
     tokens = torch.arange(_PROBE_TOKENS, device=model.device)[None] % model.config.vocab_size
     probe = _Probe(name, layout)
     with torch.inference_mode():
-        with attention_pass(probe):
-            ours = model(input_ids=tokens, use_cache=False).logits
+        try:
+            with attention_pass(probe):
+                ours = model(input_ids=tokens, use_cache=False).logits
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UnsupportedModel(f"{name} is not supported: a forward with our attention failed: {error}") from error
         if probe.layers != list(range(layout.layers)):
             raise UnsupportedModel(f"{name} is not supported: its layers attended in the order {probe.layers}")
         model.set_attn_implementation("eager")

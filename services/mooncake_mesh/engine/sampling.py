@@ -20,7 +20,7 @@ from mooncake_proto.serving import Sampling, TokenLogprob
 
 # top_p needs the probabilities sorted; the most likely tokens nearly always hold the mass, and a partial sort of a
 # vocabulary is many times cheaper than a whole one.
-_NUCLEUS_CANDIDATES: Final = 512
+_NUCLEUS_CANDIDATES: Final = (256, 4096)
 
 
 def draw(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[Drawn]:
@@ -100,7 +100,8 @@ def token_logprob(logits: torch.Tensor, token: int, top_logprobs: int | None) ->
 def _nucleus(scaled: torch.Tensor, top_p: float) -> torch.Tensor:
     """Keep the smallest set of most likely tokens whose mass reaches *top_p*; always at least one."""
     total = torch.logsumexp(scaled.double(), dim=-1)
-    for candidates in (min(_NUCLEUS_CANDIDATES, scaled.numel()), scaled.numel()):
+    vocabulary = scaled.numel()
+    for candidates in (*(few for few in _NUCLEUS_CANDIDATES if few < vocabulary), vocabulary):
         values, ids = _most_likely(scaled, candidates)
         mass_before = torch.cumsum(torch.exp(values.double() - total), dim=-1).roll(1)
         mass_before[0] = 0.0
@@ -116,9 +117,11 @@ def _most_likely(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
 
     topk alone leaves the choice among ties open, and ties are common in bfloat16.
     """
+    if count == values.numel():
+        return torch.sort(values, descending=True, stable=True)
     largest, ids = torch.topk(values, count)
     lowest = largest[-1]
-    if count < values.numel() and int((values >= lowest).sum()) > count:
+    if int((values >= lowest).sum()) > count:
         above = ids[largest > lowest]
         ties = torch.nonzero(values == lowest).flatten()[: count - above.numel()]
         ids = torch.cat((above, ties))
