@@ -52,4 +52,4 @@ def _parse(line: str, pid: int) -> LocalMesh:
 
 def _name(process: psutil.Process) -> str:
     words = process.cmdline()
-    return words[words.index("--instance-id") + 1] if "--instance-id" in words else words[-1]
+    return str(words[words.index("--instance-id") + 1] if "--instance-id" in words else words[-1])

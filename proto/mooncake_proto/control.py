@@ -120,9 +120,12 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberState:
+    """``takes_work``: the conductor would place a request on this worker now."""
+
     member: Member
     health: Health
     load: Load
+    takes_work: bool
     last_beat_s: float
 
 

@@ -81,8 +81,14 @@ class ConductorCore:
     def heartbeat(
         self, instance_id: InstanceId, incarnation: Incarnation, load: Load, now_s: float
     ) -> list[PeerEvent] | None:
-        """Renew a member's lease; None when it has to register again."""
+        """Renew a member's lease; None when it has to register again.
+
+        A load that changes who takes work (a pool was cut, a worker drains) counts as an event: others wait for it.
+        """
+        before = self._peers.get(instance_id)
         events = self._peers.beat(instance_id, incarnation, load, now_s)
+        if events == [] and before is not None and _availability(before.load) != _availability(load):
+            events = [HealthChanged(member=before.member, health=Health.ALIVE)]
         assigned = self._assigned.get(instance_id)
         while assigned and assigned[0].placed_s <= now_s - _BEAT_LAG_S:
             assigned.popleft()
@@ -262,7 +268,11 @@ class ConductorCore:
             revision=self._peers.revision,
             members=tuple(
                 MemberState(
-                    member=lease.member, health=lease.health, load=lease.load, last_beat_s=now_s - lease.renewed_s
+                    member=lease.member,
+                    health=lease.health,
+                    load=lease.load,
+                    takes_work=lease.member.role in _WORKERS and self._takes_work(lease),
+                    last_beat_s=now_s - lease.renewed_s,
                 )
                 for lease in self._peers
             ),
@@ -296,3 +306,7 @@ class ConductorCore:
             if lease.health is not Health.ALIVE
         ]
         return tuple(reasons)
+
+
+def _availability(load: Load) -> tuple[bool, bool]:
+    return (load.blocks_total > 0, load.draining)

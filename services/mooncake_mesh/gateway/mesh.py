@@ -265,11 +265,7 @@ class MeshClient:
                     self._feed(running, WorkerLost(instance_id=worker.instance_id))
 
     def _serving(self) -> list[MemberState]:
-        return [
-            state
-            for state in self._members
-            if state.member.role in _WORKERS and state.health is Health.ALIVE and not state.load.draining
-        ]
+        return [state for state in self._members if state.takes_work]
 
 
 def _is_known(worker: WorkerRef, state: ClusterState) -> bool:

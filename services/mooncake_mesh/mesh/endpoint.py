@@ -18,6 +18,7 @@ The bounded queue in front of a reader is the socket's own (RCVHWM); a paused re
 
 import asyncio
 import enum
+import os
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -43,11 +44,25 @@ class Link(enum.Enum):
     DOWN = "down"
 
 
+class SocketFile:
+    """The file of a bound ipc socket, which ZeroMQ leaves behind. A tcp socket has none."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else ""
+        self._inode = os.stat(self._path).st_ino if self._path else 0
+
+    def remove(self) -> None:
+        """Remove the file, unless the next process on this address has put its own there."""
+        if self._path and os.path.exists(self._path) and os.stat(self._path).st_ino == self._inode:
+            os.unlink(self._path)
+
+
 class Channel:
     """A socket on the running event loop. *on_frames* gets every message, in order, and may not raise."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", on_frames: OnFrames) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", on_frames: OnFrames, file: SocketFile | None = None) -> None:
         self._socket = socket
+        self._file = file
         self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
         self._pump_scheduled = False
@@ -95,6 +110,8 @@ class Channel:
             self._closed = True
             self._loop.remove_reader(self._fd)
             self._socket.close(linger=LINGER_MS)
+            if self._file is not None:
+                self._file.remove()
 
     async def _wait_for_change(self, timeout_s: float) -> None:
         try:
@@ -165,7 +182,7 @@ def router(bind: str, on_frames: OnFrames) -> Channel:
     """A bound ROUTER that raises, instead of dropping, when a peer is gone. Raises MeshError when it cannot bind."""
     socket = _socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    return Channel(_bound(socket, bind), on_frames)
+    return Channel(_bound(socket, bind), on_frames, SocketFile(bind))
 
 
 def dealer(endpoint: str, on_frames: OnFrames, on_link: Callable[[Link], None]) -> tuple[Channel, Channel]:
@@ -195,12 +212,14 @@ class Publisher:
     def __init__(self, bind: str) -> None:
         self._socket = _bound(_socket(zmq.PUB), bind)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._file = SocketFile(bind)
 
     def publish(self, frames: Sequence[bytes]) -> None:
         self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
 
     def close(self) -> None:
         self._socket.close(linger=LINGER_MS)
+        self._file.remove()
 
 
 def subscriber(endpoint: str, on_frames: OnFrames) -> Channel:

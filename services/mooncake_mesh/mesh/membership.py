@@ -51,6 +51,7 @@ class Membership:
         self._on_registered = on_registered
         self._on_cluster = on_cluster
         self._states: sockets.Channel | None = None
+        self._beat_now = asyncio.Event()
         self.registered = asyncio.Event()
 
     async def run(self) -> None:
@@ -67,6 +68,10 @@ class Membership:
         finally:
             if self._states is not None:
                 self._states.close()
+
+    def news(self) -> None:
+        """The load changed in a way that others wait for: beat now, not at the next turn."""
+        self._beat_now.set()
 
     async def leave(self) -> None:
         """Say goodbye; a conductor that is gone need not hear it."""
@@ -88,7 +93,7 @@ class Membership:
 
     async def _beat(self, registered: Registered) -> None:
         while True:
-            await asyncio.sleep(registered.heartbeat_s)
+            await self._next_beat(registered.heartbeat_s)
             beat = Heartbeat(
                 instance_id=self._member.instance_id, incarnation=self._member.incarnation, load=self._load()
             )
@@ -97,6 +102,15 @@ class Membership:
                 log.info("registering_again", conductor=ack.conductor)
                 self.registered.clear()
                 return
+
+    async def _next_beat(self, heartbeat_s: float) -> None:
+        try:
+            async with asyncio.timeout(heartbeat_s):
+                await self._beat_now.wait()
+        except TimeoutError:
+            return
+        finally:
+            self._beat_now.clear()
 
     def _hear(self, frames: list[bytes]) -> None:
         try:

@@ -83,6 +83,7 @@ class MessengerService:
         self._conductor = RpcClient(config.conductor)
         self._publisher = KvPublisher(self._conductor, NodeId(config.node_id), self._incarnation)
         self._room = Bell()
+        self._membership: Membership | None = None
         self._core: MessengerCore | None = None
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
@@ -122,7 +123,7 @@ class MessengerService:
             incarnation=self._incarnation,
             endpoint=self._server.endpoint,
         )
-        membership = Membership(self._conductor, member, self._load, on_registered=self._registered)
+        membership = self._membership = Membership(self._conductor, member, self._load, on_registered=self._registered)
         background = [
             self._tasks.create_task(membership.run()),
             self._tasks.create_task(self._publisher.run()),
@@ -182,6 +183,8 @@ class MessengerService:
             )
         if self._core is None:
             self._cut_arena(request.block_bytes)
+            if self._membership is not None:
+                self._membership.news()
         core = self._ready_core()
         if request.block_bytes != core.block_bytes:
             raise InvalidRequest(
