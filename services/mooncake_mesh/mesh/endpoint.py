@@ -45,10 +45,11 @@ class Link(enum.Enum):
 
 
 class SocketFile:
-    """The file of a bound ipc socket, which ZeroMQ leaves behind. A tcp socket has none."""
+    """The file of a bound ipc socket, which ZeroMQ leaves behind. A tcp or abstract (``ipc://@``) one has none."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else ""
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        scheme, _, path = socket.getsockopt_string(zmq.LAST_ENDPOINT).partition("://")
+        self._path = path if scheme == "ipc" and not path.startswith("@") else ""
         self._inode = os.stat(self._path).st_ino if self._path else 0
 
     def remove(self) -> None:
@@ -182,7 +183,7 @@ def router(bind: str, on_frames: OnFrames) -> Channel:
     """A bound ROUTER that raises, instead of dropping, when a peer is gone. Raises MeshError when it cannot bind."""
     socket = _socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    return Channel(_bound(socket, bind), on_frames, SocketFile(bind))
+    return Channel(_bound(socket, bind), on_frames, SocketFile(socket))
 
 
 def dealer(endpoint: str, on_frames: OnFrames, on_link: Callable[[Link], None]) -> tuple[Channel, Channel]:
@@ -212,7 +213,7 @@ class Publisher:
     def __init__(self, bind: str) -> None:
         self._socket = _bound(_socket(zmq.PUB), bind)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._file = SocketFile(bind)
+        self._file = SocketFile(self._socket)
 
     def publish(self, frames: Sequence[bytes]) -> None:
         self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
