@@ -51,5 +51,5 @@ def _parse(line: str, pid: int) -> LocalMesh:
 
 
 def _name(process: psutil.Process) -> str:
-    words = process.cmdline()
-    return str(words[words.index("--instance-id") + 1] if "--instance-id" in words else words[-1])
+    flag = "--instance-id="
+    return next((word.removeprefix(flag) for word in process.cmdline() if word.startswith(flag)), str(process.pid))
