@@ -122,7 +122,7 @@ def expected_text(prompt: str, max_tokens: int) -> str:
 
 @dataclass(slots=True)
 class Stream:
-    """A streamed completion, read on a thread of its own. Use as a context manager; leaving it closes the connection."""
+    """A streamed completion, read on a thread of its own. A context manager: leaving it closes the connection."""
 
     base: str
     prompt: str

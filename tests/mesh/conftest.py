@@ -1,7 +1,6 @@
 """Meshes for tests, and the logs of their processes where a test fails."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -22,10 +21,12 @@ def own_mesh() -> Iterator[Mesh]:
         yield mesh
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
-    outcome = yield
-    report = outcome.get_result()
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
     if report.failed:
         for mesh in Mesh.alive:
             report.sections.append((f"last events of the mesh in {mesh.folder}", mesh.last_events()))
+    return report

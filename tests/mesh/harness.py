@@ -1,4 +1,4 @@
-"""A whole mesh of real processes for tests: started through the command line, watched, hurt, and stopped without leftovers.
+"""A whole mesh of real processes for tests: started through the command line, watched, hurt, stopped without leftovers.
 
 ::
 
@@ -122,7 +122,7 @@ class Mesh:
         finally:
             self._end_by_force()
 
-    # --- where it is ------------------------------------------------------------------------------------------------------
+    # --- where it is --------------------------------------------------------------------------------------------------
 
     @property
     def http(self) -> str:
@@ -150,7 +150,7 @@ class Mesh:
     def names(self) -> tuple[str, ...]:
         return tuple(self._children)
 
-    # --- how it fares -----------------------------------------------------------------------------------------------------
+    # --- how it fares -------------------------------------------------------------------------------------------------
 
     def status(self, *, timeout_s: float = 5.0) -> StatusReport:
         """The conductor's report. Raises NoAnswer."""
@@ -196,7 +196,7 @@ class Mesh:
 
         return self.wait(look, timeout_s=timeout_s, what="all jobs and blocks to be given back")
 
-    # --- logs -------------------------------------------------------------------------------------------------------------
+    # --- logs ---------------------------------------------------------------------------------------------------------
 
     def logs(self, name: str) -> list[dict[str, Any]]:
         """Events that a process logged in its current life, oldest first."""
@@ -229,7 +229,7 @@ class Mesh:
             parts.append("\n".join([f"--- {child.name} ({state})", *text.splitlines()[-_LAST_EVENTS:]]))
         return "\n".join(parts)
 
-    # --- hurting it -------------------------------------------------------------------------------------------------------
+    # --- hurting it ---------------------------------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
         """Start a process, again if it is gone, with the same flags."""
@@ -279,7 +279,7 @@ class Mesh:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{name} still runs after {timeout_s:g} s") from None
 
-    # --- the end ----------------------------------------------------------------------------------------------------------
+    # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop all in order and check that nothing is left. A process that was killed and not started again is fine."""
@@ -310,7 +310,7 @@ class Mesh:
             Mesh.alive.remove(self)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # --- inside -----------------------------------------------------------------------------------------------------------
+    # --- inside -------------------------------------------------------------------------------------------------------
 
     def _add(self, role: str, name: str, flags: list[str], *, endpoint: str = "") -> None:
         endpoint = endpoint or self._ipc(name)

@@ -1,7 +1,5 @@
 """The harness itself: a mesh comes up, answers, tells what it does, and goes without a trace."""
 
-import time
-
 import pytest
 
 from tests.mesh import clients
@@ -11,9 +9,7 @@ pytestmark = pytest.mark.mesh
 
 
 def test_a_mesh_comes_up_answers_and_stops() -> None:
-    began_s = time.monotonic()
     with Mesh() as mesh:
-        print("healthy after", time.monotonic() - began_s)
         assert clients.complete(mesh.http, "hello mesh", 20) == clients.expected_text("hello mesh", 20)
         assert mesh.wait_log("prefill0", "prefill_sent")["sent_bytes"] > 0
         folder = mesh.folder
