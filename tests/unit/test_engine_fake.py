@@ -115,6 +115,11 @@ def test_a_batch_draws_what_its_sequences_draw_alone() -> None:
         assert sequence.drawn == expected_tokens(config, PROMPT[: 9 * (i + 1)], 13)
 
 
+def test_an_empty_batch_is_no_step() -> None:
+    engine, _ = bound(FakeConfig())
+    assert engine.decode([]) == []
+
+
 def test_every_slice_of_the_prefix_matters() -> None:
     config = FakeConfig(layout=KvLayout(layers=3, kv_heads=1, head_dim=2, dtype=KvDtype.FLOAT32, block_tokens=16))
     prompt = PROMPT[:40]

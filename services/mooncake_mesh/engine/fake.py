@@ -112,6 +112,8 @@ class FakeEngine:
         return self._draw(chunk.sample, end, self._total(chunk.sequence, chunk.blocks, end))
 
     def decode(self, batch: Sequence[DecodeSlot]) -> list[Drawn]:
+        if not batch:
+            return []
         timing = self._config.timing
         began_s = time.perf_counter()
         pages = self._bound()

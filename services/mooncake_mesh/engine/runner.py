@@ -14,6 +14,7 @@ from mooncake_mesh.engine.kv_storage import ArenaPages, ContextCache, Span
 from mooncake_mesh.engine.model import LoadedModel, load_model
 from mooncake_mesh.engine.model_files import fingerprint, resolve_model, weight_files
 from mooncake_mesh.engine.sampling import draw
+from mooncake_mesh.errors import ModelError
 from mooncake_mesh.kv.layout import KvDtype
 
 DEFAULT_CONTEXT_BYTES: Final = 1 << 30
@@ -60,6 +61,8 @@ class TransformersEngine:
 
         *threads* sets torch's threads for the whole process; None leaves torch's choice.
         """
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise ModelError(f"device {device!r} was asked for, but torch sees no CUDA device")
         if threads is not None:
             torch.set_num_threads(threads)
         began_s = time.monotonic()
