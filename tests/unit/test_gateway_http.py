@@ -20,6 +20,7 @@ from mooncake_mesh.errors import (
 from mooncake_mesh.gateway.api import Readiness
 from mooncake_mesh.gateway.completion import CompletionLimits
 from mooncake_mesh.gateway.http import HttpLimits
+from mooncake_mesh.gateway.tokenizer import ByteTokenizer
 from mooncake_proto.control import Failure
 from tests.unit.bad_requests import BAD_REQUESTS, BadRequest
 from tests.unit.gateway_doubles import MODEL, Exchange, Gateway, ask, card, fails, get, hangs, says
@@ -150,17 +151,25 @@ def test_errors_carry_a_request_id_too() -> None:
 
 def test_a_long_body_is_refused_by_its_length_without_reading_it() -> None:
     gateway = Gateway(says(""), http=HttpLimits(max_body_bytes=100))
-    exchange = Exchange(gateway.app, CHAT, [b"x" * 50, b"x" * 51], content_length="101")
+    for headers in ({"content_length": "201"}, {"content_length": "101", "expect": "100-continue"}):
+        exchange = Exchange(gateway.app, CHAT, [b"x" * 50] * 5, **headers)
+        asyncio.run(exchange.run())
+        assert (exchange.status, exchange.parts_read) == (413, 0)
+        assert exchange.headers["connection"] == "close"
+
+
+def test_a_body_a_little_too_long_is_read_to_its_end_and_refused() -> None:
+    gateway = Gateway(says(""), http=HttpLimits(max_body_bytes=100))
+    exchange = Exchange(gateway.app, CHAT, [b"x" * 60] * 2, content_length="120")
     asyncio.run(exchange.run())
-    assert (exchange.status, exchange.parts_read) == (413, 0)
-    assert exchange.headers["connection"] == "close"
+    assert (exchange.status, exchange.parts_read) == (413, 2)
 
 
-def test_a_long_body_without_a_length_is_refused_as_soon_as_it_is_too_long() -> None:
+def test_of_a_body_without_end_twice_the_limit_is_read() -> None:
     gateway = Gateway(says(""), http=HttpLimits(max_body_bytes=100))
     exchange = Exchange(gateway.app, CHAT, [b"x" * 60] * 1000)
     asyncio.run(exchange.run())
-    assert (exchange.status, exchange.parts_read) == (413, 2)
+    assert (exchange.status, exchange.parts_read) == (413, 4)
 
 
 SERVER = "server_error"
@@ -304,6 +313,16 @@ def test_a_request_past_its_deadline_is_a_504_and_cancelled() -> None:
     assert gateway.mesh.cancelled
     assert gateway.outcome("chat", "deadline") == 1
     assert 0 < gateway.mesh.requests[0].deadline_s <= 0.02
+
+
+def test_a_text_that_cannot_fit_is_refused_without_being_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ByteTokenizer, "encode")
+    monkeypatch.delattr(ByteTokenizer, "encode_chat")
+    text = "x" * (1024 * ByteTokenizer.longest_token_bytes + 1)
+    gateway = Gateway(says(""))
+    prompt = ask(gateway, "/v1/completions", {"prompt": text})
+    chat = ask(gateway, CHAT, {"messages": [{"role": "user", "content": text}]})
+    assert [exchange.json()["error"]["code"] for exchange in (prompt, chat)] == ["context_length_exceeded"] * 2
 
 
 def test_unknown_fields_are_ignored_and_their_names_logged(logs: list[EventDict]) -> None:

@@ -33,23 +33,33 @@ def request_id_of(scope: Scope) -> RequestId:
 
 
 async def read_body(scope: Scope, receive: Receive, *, max_bytes: int) -> bytes:
-    """The request's body. Raises BodyTooLarge as soon as it is known to be longer than *max_bytes*, or ClientGone."""
-    declared = Headers(scope=scope).get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise BodyTooLarge(f"the body is longer than {max_bytes} bytes")
+    """The request's body. Raises BodyTooLarge when it is longer than *max_bytes*, or ClientGone.
+
+    Of a body that is too long as much again is read and dropped, so that a client that writes before it reads gets to
+    see the refusal. A client that asks first (``Expect: 100-continue``) is refused by the declared length alone.
+    """
+    headers = Headers(scope=scope)
+    refusal = BodyTooLarge(f"the body is longer than {max_bytes} bytes")
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > (max_bytes if "expect" in headers else 2 * max_bytes):
+        raise refusal
     parts = []
     size = 0
-    while True:
+    while size <= 2 * max_bytes:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         part = message.get("body", b"")
         size += len(part)
-        if size > max_bytes:
-            raise BodyTooLarge(f"the body is longer than {max_bytes} bytes")
-        parts.append(part)
+        if size <= max_bytes:
+            parts.append(part)
+        else:
+            parts.clear()
         if not message.get("more_body", False):
-            return b"".join(parts)
+            break
+    if size > max_bytes:
+        raise refusal
+    return b"".join(parts)
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -95,6 +95,7 @@ class Preparation:
     async def chat(self, request: ChatRequest, request_id: RequestId) -> Prepared:
         """Raises InvalidRequest, ModelNotFound, TooLong or Rejected."""
         model = self.model(request.options.model)
+        _check_chars(model, sum(len(message.content) for message in request.messages), "messages")
         tokens = await self.encode_chat(model.tokenizer, request.messages)
         head = _head(request.options, f"chatcmpl-{request_id}")
         return _prepared(
@@ -106,14 +107,16 @@ class Preparation:
         options = request.options
         model = self.model(options.model)
         special = SpecialTokens.ADD if options.add_special_tokens else SpecialTokens.KEEP
-        prompts = [await self._prompt(model.tokenizer, prompt, special, request.echo) for prompt in request.prompts]
+        prompts = [await self._prompt(model, prompt, special, request.echo) for prompt in request.prompts]
         shape = CompletionShape(_head(options, f"cmpl-{request_id}"), model.tokenizer, echo=request.echo)
         return _prepared(model, options, tuple(prompts), "prompt", DEFAULT_COMPLETION_TOKENS, shape)
 
     async def _prompt(
-        self, tokenizer: Tokenizer, prompt: str | tuple[int, ...], special: SpecialTokens, echo: bool
+        self, model: ServedModel, prompt: str | tuple[int, ...], special: SpecialTokens, echo: bool
     ) -> Prompt:
+        tokenizer = model.tokenizer
         if isinstance(prompt, str):
+            _check_chars(model, len(prompt), "prompt")
             return Prompt(tokens=await self.encode(tokenizer, prompt, special), text=prompt if echo else "")
         check_tokens(tokenizer, prompt, "prompt")
         return Prompt(tokens=prompt, text=await self.decode(tokenizer, prompt) if echo else "")
@@ -139,6 +142,15 @@ def check_tokens(tokenizer: Tokenizer, tokens: tuple[int, ...], param: str) -> N
     if tokens and max(tokens) >= tokenizer.vocab_size:
         message = f"{param} holds token id {max(tokens)}; this model's ids end at {tokenizer.vocab_size - 1}"
         raise InvalidRequest(message, param=param)
+
+
+def _check_chars(model: ServedModel, chars: int, param: str) -> None:
+    """Refuses a text that no tokenisation could fit into the context, before any work on it. Raises TooLong."""
+    if chars > model.max_context_tokens * model.tokenizer.longest_token_bytes:
+        message = (
+            f"{param} of {chars} characters cannot fit into this model's context of {model.max_context_tokens} tokens"
+        )
+        raise TooLong(message, param=param)
 
 
 def _head(options: GenerationOptions, response_id: str) -> ResponseHead:

@@ -38,6 +38,10 @@ class Tokenizer(Protocol):
         """End-of-sequence ids, ascending: generation ends when one of them is drawn."""
 
     @property
+    def longest_token_bytes(self) -> int:
+        """No token stands for more bytes of text than this: a longer text has more tokens than bytes over this."""
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Ids that mark structure instead of carrying text."""
 
@@ -74,6 +78,7 @@ class ByteTokenizer:
 
     vocab_size: Final = 260
     stop_ids: Final = (BYTE_EOS, BYTE_IM_END)
+    longest_token_bytes: Final = max(map(len, _BYTE_MARKERS))
     special_ids: Final = frozenset(_BYTE_MARKERS.values())
 
     def __init__(self) -> None:
