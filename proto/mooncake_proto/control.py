@@ -176,13 +176,17 @@ class Pong:
 @message("control.failure")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The error reply of every call. ``path`` names the bad field where there is one."""
+    """The error reply of every call. ``path`` names the bad field where there is one.
+
+    ``unavailable``, of a refusal: nobody could serve the request, as opposed to those who could being busy.
+    """
 
     code: str
     message: str
     retryable: bool = False
     path: str = ""
     retry_after_s: float | None = None
+    unavailable: bool = False
 
 
 @message("control.ok")

@@ -5,12 +5,11 @@ descriptor and, by staying open, proves that the worker is alive: when it closes
 
 Moving KV, sender A and receiver B::
 
-    decode  → B   Acquire(landing)     reserves the blocks the KV will land in; answered by Acquired
+    decode  → B   Acquire(landing)     reserves the blocks the KV will land in; answered when all of it has landed
     prefill → A   StartSend            A asks B for the plan: OpenTransfer, answered by TransferPlan
     prefill → A   SliceReady           one-way, after the forward that wrote the slice has finished
             A → B SliceOffer | a TCP frame    B copies (shm) or receives (tcp) into its own arena and acknowledges
-    decode  → B   AwaitLanding         answered when every planned slice has landed, or by Failure
-    prefill → A   FinishSend           answered when every slice is acknowledged, or by Failure
+    prefill → A   FinishSend           answered when every slice is acknowledged, or by Failure; the job is released
 
 An arena is written only by processes of its own node: a sender never writes into another node's memory, so revoking a
 transfer needs nobody's consent but the receiver's. Plans are explicit: (logical block → arena block, generation).
@@ -53,8 +52,9 @@ class Acquire:
 
     ``n_blocks`` counts all of them. At most ``max_cached_blocks`` come from the pool (the last prompt token is always
     computed). With ``fetch_from`` the messenger first tries to copy missing prefix blocks from that messenger. With
-    ``landing`` set, the fresh blocks below ``landing_blocks`` are opened for that transfer.
-    Answered by Acquired, or by Failure ``no_free_blocks`` (retryable).
+    ``landing`` set, the fresh blocks below ``landing_blocks`` are opened for that transfer, and the answer comes when
+    their KV has landed (``Acquired.landed``) or the transfer has failed.
+    Answered by Acquired or by Failure. Waits for room; cancelling the call or its deadline ends the wait.
     """
 
     job_id: JobId
@@ -70,10 +70,19 @@ class Acquire:
     landing_layers: Natural = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landed:
+    """How the KV of a landing came in; times count from the moment it was reserved."""
+
+    received_bytes: Natural
+    first_slice_s: float
+    last_slice_s: float
+
+
 @message("transfer.acquired")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acquired:
-    """``blocks`` in logical order; the first ``cached_blocks`` hold valid KV already.
+    """``blocks`` in logical order; the first ``cached_blocks`` held valid KV already.
 
     ``fetched_blocks`` of those were copied from another node for this job.
     """
@@ -82,22 +91,23 @@ class Acquired:
     blocks: tuple[Natural, ...]
     cached_blocks: Natural
     fetched_blocks: Natural = 0
+    landed: Landed | None = None
 
 
 @message("transfer.grow")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grow:
-    """One more block for each job in ``jobs``. Answered by Grown."""
+    """Job → how many more blocks it would like. Answered by Grown."""
 
-    jobs: tuple[JobId, ...]
+    wanted: dict[str, Natural]
 
 
 @message("transfer.grown")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grown:
-    """Job → new block; a job that is missing here got none (pool exhausted)."""
+    """Job → its new blocks, perhaps fewer than wanted; a job that is missing got none (pool exhausted)."""
 
-    blocks: dict[str, Natural]
+    blocks: dict[str, tuple[Natural, ...]]
 
 
 @message("transfer.seal")
@@ -149,7 +159,10 @@ class SliceReady:
 @message("transfer.finish_send")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishSend:
-    """Answered by SendReport when all announced slices are acknowledged, by Failure when the transfer failed."""
+    """Answered by SendReport when all announced slices are acknowledged, by Failure when the transfer failed.
+
+    Either way the job of the transfer is released then.
+    """
 
     transfer_id: TransferId
 
@@ -165,23 +178,6 @@ class SendReport:
     overlapped_bytes: Natural
     skipped_blocks: Natural
     elapsed_s: float
-
-
-@message("transfer.await_landing")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AwaitLanding:
-    """Answered by Landed or by Failure."""
-
-    transfer_id: TransferId
-
-
-@message("transfer.landed")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Landed:
-    transfer_id: TransferId
-    received_bytes: Natural
-    first_slice_s: float
-    last_slice_s: float
 
 
 @message("transfer.open")

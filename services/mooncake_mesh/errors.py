@@ -5,7 +5,7 @@
     MooncakeError
     ├─ ConfigError                 dotted path of the bad key
     ├─ WireError                   VersionMismatch · MalformedMessage · UnknownKind   (mooncake_proto.errors)
-    ├─ MeshError                   PeerUnreachable* · CallTimeout* · Draining* · Refused · RemoteFailure
+    ├─ MeshError                   PeerUnreachable* · CallTimeout* · Draining* · SlowReader · Refused · RemoteFailure
     ├─ RequestError                InvalidRequest · ModelNotFound · TooLong · Rejected* · Aborted · DeadlineExceeded
     ├─ TransferError               SliceLost* · ChecksumMismatch* · NoFreeBlocks*
     ├─ ModelError                  UnsupportedModel
@@ -35,11 +35,12 @@ __all__ = [
     "MooncakeError",
     "NoFreeBlocks",
     "PeerUnreachable",
-    "Rejected",
     "Refused",
+    "Rejected",
     "RemoteFailure",
     "RequestError",
     "SliceLost",
+    "SlowReader",
     "TooLong",
     "TransferError",
     "UnsupportedModel",
@@ -71,6 +72,12 @@ class PeerUnreachable(MeshError):
 class CallTimeout(MeshError):
     code = "call_timeout"
     retryable = True
+
+
+class SlowReader(MeshError):
+    """Replies came faster than they were read, up to the bound; the peer was told to stop."""
+
+    code = "slow_reader"
 
 
 class Refused(MeshError):
@@ -202,4 +209,5 @@ def failure_of(error: MooncakeError) -> Failure:
         retryable=error.retryable,
         path=getattr(error, "path", "") or getattr(error, "param", "") or "",
         retry_after_s=getattr(error, "retry_after_s", None),
+        unavailable=getattr(error, "unavailable", False),
     )

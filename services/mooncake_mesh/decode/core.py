@@ -26,6 +26,9 @@ from mooncake_proto.ids import BlockKey, JobId
 from mooncake_proto.serving import DecodeJob, FinishReason
 
 _MAX_EARLY_TOKENS: Final = 1024
+_GROW_AHEAD_TOKENS: Final = 8
+_GROW_BLOCKS: Final = 4
+_SHARE_BLOCKS: Final = 4
 
 
 class SequenceStage(enum.Enum):
@@ -166,8 +169,9 @@ class DecodeCore:
             self.first_token(job.job_id, early)
         return sequence
 
-    def landed(self, sequence: DecodeSequence) -> None:
-        """All KV of the prompt is in the sequence's blocks."""
+    def landed(self, sequence: DecodeSequence, blocks: Sequence[int]) -> None:
+        """All KV of the prompt is in *blocks*, the sequence's from now on."""
+        sequence.blocks = list(blocks)
         sequence.is_landed = True
         self._perhaps_ready(sequence)
 
@@ -222,24 +226,23 @@ class DecodeCore:
             news.append(NewToken(sequence=sequence, position=position, token=token, finish=finish))
         return news
 
-    def wants_growth(self, ahead_tokens: int) -> list[DecodeSequence]:
-        """Sequences that will need another block within *ahead_tokens* steps, marked as growing."""
-        wanting = [
-            sequence
-            for sequence in self._sequences.values()
-            if sequence.stage in _ACTIVE
-            and not sequence.is_growing
-            and self._room_tokens(sequence) <= min(ahead_tokens, self._left_tokens(sequence) - 1)
-        ]
-        for sequence in wanting:
-            sequence.is_growing = True
-        return wanting
+    def wants_growth(self) -> dict[JobId, int]:
+        """Sequences that will need more blocks soon, marked as growing, and how many."""
+        wanted = {}
+        for sequence in self._sequences.values():
+            if sequence.stage not in _ACTIVE or sequence.is_growing:
+                continue
+            room, left = self._room_tokens(sequence), self._left_tokens(sequence)
+            if room <= min(_GROW_AHEAD_TOKENS, left - 1):
+                sequence.is_growing = True
+                wanted[sequence.job.job_id] = min(_GROW_BLOCKS, -(-(left - room) // self._block_tokens))
+        return wanted
 
-    def grown(self, sequence: DecodeSequence, block: int | None) -> DecodeSequence | None:
+    def grown(self, sequence: DecodeSequence, blocks: Sequence[int]) -> DecodeSequence | None:
         """A growth request was answered. Returns the sequence that must go when a stalled one got nothing."""
         sequence.is_growing = False
-        if block is not None:
-            sequence.blocks.append(block)
+        if blocks:
+            sequence.blocks += blocks
             return None
         if self._has_room(sequence) or sequence.is_over:
             return None
@@ -247,10 +250,10 @@ class DecodeCore:
         return active[-1] if active else None
 
     def whole_blocks(self, sequence: DecodeSequence) -> WholeBlocks | None:
-        """Blocks of *sequence* that became whole since the last call; they can be shared."""
+        """Blocks of *sequence* that can be shared: a few at a time while it runs, all whole ones once it is over."""
         whole = sequence.position // self._block_tokens
         first = sequence.sealed_blocks
-        if whole <= first:
+        if whole - first < (1 if sequence.is_over else _SHARE_BLOCKS):
             return None
         tokens = sequence.tokens[first * self._block_tokens : whole * self._block_tokens]
         keys = chain(sequence.last_key, token_bytes(tokens.tolist()), self._block_tokens)

@@ -6,7 +6,7 @@ socket who        what flows
 ROUTER gateways   DecodeJob, CancelJob
 ROUTER prefill    PrefillDone
 DEALER gateways   TokenBatch (one per step and gateway), JobFailed
-DEALER messenger  Acquire with a landing, AwaitLanding, Grow, Seal, Release
+DEALER messenger  Acquire with a landing, Grow, Seal, Release
 DEALER conductor  membership
 ====== ========== =================================================================
 
@@ -32,12 +32,12 @@ from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.policy.stopping import banned_tokens
 from mooncake_mesh.worker.station import Station
 from mooncake_proto.control import Load, Ok, Role
+from mooncake_proto.ids import JobId
 from mooncake_proto.serving import CancelJob, DecodeJob, PrefillDone, TokenBatch, TokenEntry
-from mooncake_proto.transfer import Acquire, Acquired, AwaitLanding, Grow, Grown, Landed, Seal
+from mooncake_proto.transfer import Acquire, Acquired, Grow, Grown, Seal
 
 log = structlog.get_logger(__name__)
 
-_GROW_AHEAD_TOKENS: Final = 8
 _CALL_TIMEOUT_S: Final = 5.0
 _MIN_TIMEOUT_S: Final = 0.01
 _STEP_MEMORY: Final = 0.9
@@ -63,7 +63,9 @@ class DecodeService:
         )
         self._changed = Bell()
         self._over = Bell()
-        self._stepping: frozenset[str] = frozenset()
+        self._receiving: dict[JobId, asyncio.Task[None]] = {}
+        self._stepping: frozenset[JobId] = frozenset()
+        self._slots: dict[JobId, DecodeSlot] = {}
         self._step_s = 0.0
 
     async def run(self, lifecycle: Lifecycle) -> None:
@@ -97,7 +99,9 @@ class DecodeService:
         sequence = self._core.submit(job, monotonic())
         if isinstance(sequence, QueueFull):
             raise Rejected("decode_queue_full", unavailable=False, retry_after_s=1.0)
-        self._tasks.create_task(self._receive(sequence))
+        task = self._tasks.create_task(self._receive(sequence))
+        self._receiving[job.job_id] = task
+        task.add_done_callback(lambda _: self._receiving.pop(job.job_id, None))
         return Ok()
 
     def _prefill_done(self, done: PrefillDone, _: Caller) -> None:
@@ -121,24 +125,25 @@ class DecodeService:
         )
         try:
             acquired = await self._station.messenger.call(request, Acquired, timeout_s=self._left_s(sequence))
-            sequence.blocks = list(acquired.blocks)
-            wait = AwaitLanding(transfer_id=job.transfer_id)
-            landed = await self._station.messenger.call(wait, Landed, timeout_s=self._left_s(sequence))
         except MooncakeError as error:
-            await self._give_up(sequence, sequence.stop or error)
+            await self._give_up(sequence, error)
             return
-        log.info(
-            "kv_landed",
-            job_id=job.job_id,
-            received_bytes=landed.received_bytes,
-            first_slice_s=round(landed.first_slice_s, 4),
-            last_slice_s=round(landed.last_slice_s, 4),
-            cached_blocks=acquired.cached_blocks,
-        )
-        if sequence.stop is not None:
+        except asyncio.CancelledError:
+            if sequence.stop is None:
+                raise
             await self._give_up(sequence, sequence.stop)
             return
-        self._core.landed(sequence)
+        if acquired.landed is not None:
+            log.info(
+                "kv_landed",
+                job_id=job.job_id,
+                received_bytes=acquired.landed.received_bytes,
+                first_slice_s=round(acquired.landed.first_slice_s, 4),
+                last_slice_s=round(acquired.landed.last_slice_s, 4),
+                cached_blocks=acquired.cached_blocks,
+            )
+        self._receiving.pop(job.job_id, None)
+        self._core.landed(sequence, acquired.blocks)
         self._changed.ring()
 
     # --- stopping -----------------------------------------------------------------------------------------------------
@@ -153,12 +158,13 @@ class DecodeService:
         return Ok()
 
     def _stop(self, sequence: DecodeSequence, why: MooncakeError) -> None:
-        """End a sequence: at once when no step and no landing works on it, else by who does."""
+        """End a sequence: at once when nobody works on it, else by who does."""
         if sequence.stop is not None or sequence.is_over:
             return
         sequence.stop = why
-        if not sequence.is_landed:  # the release fails the landing, on which the job's own task waits
-            self._tasks.create_task(self._station.release(sequence.job.job_id))
+        receiving = self._receiving.get(sequence.job.job_id)
+        if receiving is not None:  # its KV, or room for it, is still awaited
+            receiving.cancel()
         elif sequence.job.job_id not in self._stepping:
             self._tasks.create_task(self._give_up(sequence, why))
 
@@ -180,6 +186,7 @@ class DecodeService:
     async def _close(self, sequence: DecodeSequence) -> None:
         await self._station.release(sequence.job.job_id)
         self._core.forget(sequence)
+        self._slots.pop(sequence.job.job_id, None)
         self._over.ring()
         self._changed.ring()
 
@@ -226,19 +233,19 @@ class DecodeService:
         return [(new, by_job[new.sequence.job.job_id]) for new in news]
 
     def _slot(self, sequence: DecodeSequence) -> DecodeSlot:
+        """The sequence's slot, brought up to its next step. One object for each job: this runs between all steps."""
         job = sequence.job
-        return DecodeSlot(
-            sequence=job.job_id,
-            token=int(sequence.tokens[sequence.position]),
-            position=sequence.position,
-            blocks=sequence.blocks,
-            sample=SampleRequest(
-                sampling=job.sampling,
-                position=sequence.drawn,
-                history=sequence.tokens[: sequence.length],
-                banned=banned_tokens(sequence.drawn, job.stopping),
-            ),
-        )
+        slot = self._slots.get(job.job_id)
+        if slot is None:
+            sample = SampleRequest(sampling=job.sampling, position=0, history=sequence.tokens)
+            slot = DecodeSlot(sequence=job.job_id, token=0, position=0, blocks=sequence.blocks, sample=sample)
+            self._slots[job.job_id] = slot
+        slot.position = sequence.position
+        slot.token = int(sequence.tokens[sequence.position])
+        slot.sample.position = sequence.drawn
+        slot.sample.history = sequence.tokens[: sequence.length]
+        slot.sample.banned = banned_tokens(sequence.drawn, job.stopping)
+        return slot
 
     def _settle(self, news: Sequence[tuple[NewToken, Drawn]]) -> None:
         """Everything a finished step leads to; runs while the next one computes."""
@@ -254,9 +261,9 @@ class DecodeService:
                 self._tasks.create_task(self._close(new.sequence))
         for endpoint, entries in by_gateway.items():
             self._send(endpoint, entries)
-        growing = self._core.wants_growth(_GROW_AHEAD_TOKENS)
-        if growing:
-            self._tasks.create_task(self._grow(growing))
+        wanted = self._core.wants_growth()
+        if wanted:
+            self._tasks.create_task(self._grow(wanted))
 
     def _send(self, endpoint: str, entries: Sequence[TokenEntry]) -> None:
         batch = TokenBatch(instance_id=self._station.me.instance_id, entries=tuple(entries))
@@ -275,17 +282,18 @@ class DecodeService:
         except PeerUnreachable:  # sharing is for others; a lost messenger ends this job by another way
             log.debug("seal_undelivered", job_id=sequence.job.job_id)
 
-    async def _grow(self, sequences: Sequence[DecodeSequence]) -> None:
-        request = Grow(jobs=tuple(sequence.job.job_id for sequence in sequences))
+    async def _grow(self, wanted: dict[JobId, int]) -> None:
         try:
-            blocks = (await self._station.messenger.call(request, Grown, timeout_s=_CALL_TIMEOUT_S)).blocks
+            request = Grow(wanted={str(job_id): blocks for job_id, blocks in wanted.items()})
+            got = (await self._station.messenger.call(request, Grown, timeout_s=_CALL_TIMEOUT_S)).blocks
         except MooncakeError as error:
-            log.warning("growth_failed", jobs=len(sequences), code=error.code)
-            blocks = {}
-        for sequence in sequences:
-            victim = self._core.grown(sequence, blocks.get(sequence.job.job_id))
+            log.warning("growth_failed", jobs=len(wanted), code=error.code)
+            got = {}
+        for job_id in wanted:
+            sequence = self._core.get(job_id)
+            victim = None if sequence is None else self._core.grown(sequence, got.get(job_id, ()))
             if victim is not None:
-                log.info("job_preempted", job_id=victim.job.job_id, for_job=sequence.job.job_id)
+                log.info("job_preempted", job_id=victim.job.job_id, for_job=job_id)
                 self._stop(victim, NoFreeBlocks("preempted: the KVCache pool of the node is full"))
         self._changed.ring()
 

@@ -27,9 +27,9 @@ class ModelSpec:
     max_context_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SampleRequest:
-    """How to draw the next token of one sequence.
+    """How to draw the next token of one sequence. Belongs to the caller, who updates it between calls.
 
     ``position`` counts the tokens drawn before (the sampler's counter, so that a moved request draws the same tokens).
     ``history`` are prompt and drawn tokens so far, for the penalties; its last ``position`` tokens were drawn.
@@ -57,9 +57,9 @@ class PrefillChunk:
     sample: SampleRequest | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DecodeSlot:
-    """One sequence in a decode step: ``token`` is fed at ``position``.
+    """One sequence in a decode step: ``token`` is fed at ``position``. Belongs to the caller, as SampleRequest.
 
     KV of all earlier positions is valid in ``blocks``. ``sequence`` is as in :class:`PrefillChunk`.
     """

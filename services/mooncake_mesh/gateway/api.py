@@ -58,6 +58,7 @@ class Mesh(Protocol):
     def generate(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
         """Tokens of one choice as they are drawn.
 
-        Ends after the event with ``finish``; or raises a RequestError (Rejected, Aborted, DeadlineExceeded …) or MeshError.
-        Closing the generator early (``aclose``, or cancellation of the consuming task) cancels the request everywhere.
+        Ends after the event with ``finish``; or raises a RequestError (Rejected, Aborted, DeadlineExceeded …) or
+        MeshError. Closing the generator early (``aclose``, or cancellation of the consuming task) cancels the request
+        everywhere.
         """

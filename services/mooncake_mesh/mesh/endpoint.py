@@ -59,7 +59,10 @@ class SocketFile:
 
 
 class Channel:
-    """A socket on the running event loop. *on_frames* gets every message, in order, and may not raise."""
+    """A socket on the running event loop. *on_frames* gets every message, in order.
+
+    It should not raise; where it does, the loop's exception handler hears of it and reading goes on.
+    """
 
     def __init__(self, socket: "zmq.Socket[bytes]", on_frames: OnFrames, file: SocketFile | None = None) -> None:
         self._socket = socket
@@ -106,9 +109,16 @@ class Channel:
                     raise
                 await self._wait_for_change(left_s)
 
+    def drain(self) -> None:
+        """Take everything that has arrived, now."""
+        while self._take():
+            pass
+
     def close(self) -> None:
+        """Close the socket; whoever waits in :meth:`send` fails at once."""
         if not self._closed:
             self._closed = True
+            self._send_changed.set()
             self._loop.remove_reader(self._fd)
             self._socket.close(linger=LINGER_MS)
             if self._file is not None:
@@ -129,13 +139,8 @@ class Channel:
     def _pump(self) -> None:
         self._pump_scheduled = False
         for _ in range(_READS_PER_TURN):
-            if self._closed:
-                return
-            try:
-                frames = self._socket.recv_multipart(flags=zmq.DONTWAIT)
-            except zmq.Again:
+            if not self._take():
                 break
-            self._on_frames(frames)
         else:
             self._look_again()
         if self._closed:
@@ -146,6 +151,21 @@ class Channel:
             self._look_again()
         if events & zmq.POLLOUT:
             self._send_changed.set()
+
+    def _take(self) -> bool:
+        """Hand over one message; False when there is none."""
+        if self._closed:
+            return False
+        try:
+            frames = self._socket.recv_multipart(flags=zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        try:
+            self._on_frames(frames)
+        except BaseException:
+            self._look_again()  # the edge is used up: nothing else would wake the reader for what is left
+            raise
+        return True
 
 
 def _socket(kind: int) -> "zmq.Socket[bytes]":
@@ -186,25 +206,39 @@ def router(bind: str, on_frames: OnFrames) -> Channel:
     return Channel(_bound(socket, bind), on_frames, SocketFile(socket))
 
 
-def dealer(endpoint: str, on_frames: OnFrames, on_link: Callable[[Link], None]) -> tuple[Channel, Channel]:
-    """A DEALER that keeps connecting to *endpoint*, and the channel that tells *on_link* how its connection fares.
+class Dealer(Channel):
+    """A DEALER that keeps connecting to *endpoint*; *on_link* hears how its connection fares.
 
-    Close the watching channel first. Raises MeshError for an address ZeroMQ does not take.
+    What a peer sent before it went is handed over before its DOWN. Raises MeshError for an address ZeroMQ does not
+    take.
     """
-    socket = _socket(zmq.DEALER)
-    socket.setsockopt(zmq.IMMEDIATE, 1)
-    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
-    def on_event(frames: list[bytes]) -> None:
-        event = parse_monitor_message(frames)["event"]
-        on_link(Link.DOWN if event == zmq.EVENT_DISCONNECTED else Link.UP)
+    def __init__(self, endpoint: str, on_frames: OnFrames, on_link: Callable[[Link], None]) -> None:
+        socket = _socket(zmq.DEALER)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._on_link = on_link
+        self._watch = Channel(
+            socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED), self._on_event
+        )
+        try:
+            super().__init__(_connected(socket, endpoint), on_frames)
+        except MeshError:
+            self._watch.close()
+            raise
 
-    watch = Channel(monitor, on_event)
-    try:
-        return Channel(_connected(socket, endpoint), on_frames), watch
-    except MeshError:
-        watch.close()
-        raise
+    def close(self) -> None:
+        if not self._closed:
+            # First of all: ZeroMQ's I/O thread waits, and all sockets with it, to tell a watcher that is gone.
+            self._socket.disable_monitor()
+            self._watch.close()
+            super().close()
+
+    def _on_event(self, frames: list[bytes]) -> None:
+        if parse_monitor_message(frames)["event"] == zmq.EVENT_DISCONNECTED:
+            self.drain()
+            self._on_link(Link.DOWN)
+        else:
+            self._on_link(Link.UP)
 
 
 class Publisher:

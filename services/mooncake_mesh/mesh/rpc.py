@@ -17,17 +17,20 @@ import structlog
 
 from mooncake_mesh.errors import (
     CallTimeout,
+    Draining,
     InternalError,
+    MeshError,
     MooncakeError,
     PeerUnreachable,
     RemoteFailure,
+    SlowReader,
     failure_of,
 )
 from mooncake_mesh.mesh import endpoint as sockets
 from mooncake_proto import codec
 from mooncake_proto.control import CancelCall, Failure
 from mooncake_proto.envelope import Envelope
-from mooncake_proto.errors import UnknownKind, WireError
+from mooncake_proto.errors import MalformedMessage, UnknownKind, WireError
 from mooncake_proto.ids import MessageId
 
 log = structlog.get_logger(__name__)
@@ -62,22 +65,25 @@ class RpcServer:
     """A bound ROUTER and its handlers. Create inside a running loop.
 
     At most MAX_RUNNING_CALLS coroutine handlers run at once; a call beyond that is answered ``overloaded`` (retryable).
+    A handler that is cancelled answers nothing.
     """
 
     def __init__(self, bind: str, handlers: dict[type, Handler], tasks: asyncio.TaskGroup) -> None:
         self._handlers = {cls: (handler, inspect.iscoroutinefunction(handler)) for cls, handler in handlers.items()}
         self._tasks = tasks
-        self._running: dict[tuple[bytes, MessageId], asyncio.Task[None]] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._calls: dict[tuple[bytes, MessageId], asyncio.Task[None]] = {}
+        self._is_closing = False
         self._channel = sockets.router(bind, lambda frames: self._accept(frames[0], frames[1:]))
         self.endpoint = self._channel.endpoint
         self.refused_messages = 0
 
     async def close(self) -> None:
-        """Stop reading, cancel running handlers, close the socket."""
-        running = list(self._running.values())
-        for task in running:
+        """Cancel running handlers and close the socket; what comes in meanwhile is answered ``draining``."""
+        self._is_closing = True
+        for task in self._running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*self._running, return_exceptions=True)
         self._channel.close()
 
     def send(self, identity: bytes, body: object, envelope: Envelope) -> None:
@@ -93,29 +99,31 @@ class RpcServer:
             entry = self._handlers.get(type(body))
             if entry is None:
                 raise UnknownKind(f"this process does not take {type(body).__name__}")
+            if (identity, envelope.id) in self._calls:
+                raise MalformedMessage("an earlier call with this id still runs", path="header.id")
         except WireError as error:
-            self.refused_messages += 1
-            log.warning("message_refused", code=error.code, error=str(error)[:200])
-            self._refuse(Caller(self, identity, codec.peek(frames)), error)
+            self._refuse(identity, codec.peek(frames), error)
             return
         caller = Caller(self, identity, envelope)
         handler, is_async = entry
-        if not is_async:
+        if self._is_closing:
+            self._answer(caller, failure_of(Draining("this process is stopping")))
+        elif not is_async:
             self._run_now(handler, body, caller)
         elif len(self._running) >= MAX_RUNNING_CALLS:
             self._answer(caller, Failure(code="overloaded", message="too many calls in progress", retryable=True))
         else:
             self._spawn(handler, body, caller, envelope.deadline_s)
 
-    def _refuse(self, caller: Caller, error: WireError) -> None:
+    def _refuse(self, identity: bytes, envelope: Envelope, error: WireError) -> None:
         """Answer even a message without a readable id, so that a peer of another version learns what is wrong.
 
-        Not to a reply, though: two processes could go on refusing each other's refusals.
+        Not a reply, though: two processes could go on refusing each other's refusals.
         """
-        try:
-            caller.reply(failure_of(error))
-        except PeerUnreachable:
-            log.info("reply_undeliverable", kind="Failure")
+        self.refused_messages += 1
+        log.warning("message_refused", code=error.code, error=str(error)[:200])
+        if not envelope.re:
+            self._send_reply(Caller(self, identity, envelope), failure_of(error))
 
     def _run_now(self, handler: Handler, body: object, caller: Caller) -> None:
         try:
@@ -126,34 +134,48 @@ class RpcServer:
             self._answer(caller, _crashed(error, body))
 
     def _spawn(self, handler: Handler, body: object, caller: Caller, deadline_s: float | None) -> None:
-        key = (caller.identity, caller.message_id)
         task = self._tasks.create_task(self._run(handler, body, caller, deadline_s))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
         if caller.message_id:
-            self._running[key] = task
-            task.add_done_callback(lambda _: self._running.pop(key, None))
+            key = (caller.identity, caller.message_id)
+            self._calls[key] = task
+            task.add_done_callback(lambda _: self._calls.pop(key, None))
 
     async def _run(self, handler: Handler, body: object, caller: Caller, deadline_s: float | None) -> None:
+        deadline = asyncio.timeout(deadline_s)
         try:
-            async with asyncio.timeout(deadline_s):
+            async with deadline:
                 result = handler(body, caller)
-                self._answer(caller, await result if inspect.isawaitable(result) else result)
-        except TimeoutError:
-            self._answer(caller, failure_of(CallTimeout(f"{type(body).__name__} took over {deadline_s} s")))
+                reply = await result if inspect.isawaitable(result) else result
         except MooncakeError as error:
-            self._answer(caller, failure_of(error))
+            reply = failure_of(error)
         except Exception as error:  # noqa: BLE001  one call may not stop the process
-            self._answer(caller, _crashed(error, body))
+            if deadline.expired() and isinstance(error, TimeoutError):
+                reply = failure_of(CallTimeout(f"{type(body).__name__} took over {deadline_s:g} s"))
+            else:
+                reply = _crashed(error, body)
+        self._answer(caller, reply)
 
     def _answer(self, caller: Caller, reply: object) -> None:
-        if reply is None or not caller.message_id:
+        if reply is None:
             return
+        if caller.message_id:
+            self._send_reply(caller, reply)
+        elif isinstance(reply, Failure):
+            log.warning("one_way_message_failed", code=reply.code, error=reply.message[:200])
+
+    def _send_reply(self, caller: Caller, reply: object) -> None:
         try:
-            caller.reply(reply)
+            try:
+                caller.reply(reply)
+            except (WireError, TypeError) as error:  # a reply that cannot travel must not leave its caller without one
+                caller.reply(_crashed(error, reply))
         except PeerUnreachable:
             log.info("reply_undeliverable", kind=type(reply).__name__)
 
     def _cancel(self, identity: bytes, target: MessageId) -> None:
-        task = self._running.get((identity, target))
+        task = self._calls.get((identity, target))
         if task is not None:
             task.cancel()
 
@@ -175,7 +197,7 @@ class RpcClient:
         self._on_lost = on_lost
         self._ids = itertools.count(1)
         self._open: dict[MessageId, asyncio.Queue[Any] | asyncio.Future[Any]] = {}
-        self._channel, self._watch = sockets.dealer(endpoint, self._accept, self._link_changed)
+        self._channel = sockets.Dealer(endpoint, self._accept, self._link_changed)
         self.is_connected = False
         self.late_replies = 0
 
@@ -188,7 +210,6 @@ class RpcClient:
     def close(self) -> None:
         """Fail what is still open and close the socket."""
         self._fail_open_calls("the client was closed")
-        self._watch.close()
         self._channel.close()
 
     def post(self, body: object, *, cause: str = "") -> None:
@@ -214,12 +235,14 @@ class RpcClient:
         reply.
         """
         message_id = self._next_id()
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        await self._channel.send(
+            codec.encode(body, Envelope(id=message_id, deadline_s=timeout_s, cause=cause)), timeout_s=timeout_s
+        )
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._open[message_id] = reply
         try:
-            async with asyncio.timeout(timeout_s):
-                envelope = Envelope(id=message_id, deadline_s=timeout_s, cause=cause)
-                await self._channel.send(codec.encode(body, envelope), timeout_s=timeout_s)
+            async with asyncio.timeout_at(deadline_s):
                 result = await reply
         except TimeoutError:
             self._say_cancelled(message_id)
@@ -229,26 +252,33 @@ class RpcClient:
             raise
         finally:
             self._open.pop(message_id, None)
-        if isinstance(result, Failure):
-            raise RemoteFailure(result)
+        _raise_if_error(result)
         if not isinstance(result, expect):
             raise WireError(f"{self.endpoint} answered {type(result).__name__} to {type(body).__name__}")
         return result
 
     @asynccontextmanager
-    async def stream(self, body: object, *, timeout_s: float, max_items: int = 1024) -> AsyncIterator["ReplyStream"]:
-        """Send *body* and read any number of replies; leaving the block tells the peer that nobody reads any more."""
+    async def stream(
+        self, body: object, *, timeout_s: float, connect_timeout_s: float | None = None, max_items: int = 1024
+    ) -> AsyncIterator["ReplyStream"]:
+        """Send *body* and read any number of replies; leaving the block tells the peer that nobody reads any more.
+
+        *timeout_s* is the peer's deadline; a connection has to stand within *connect_timeout_s*. A reader that falls
+        *max_items* replies behind loses them, and the peer is told to stop. Raises PeerUnreachable.
+        """
         message_id = self._next_id()
+        await self._channel.send(
+            codec.encode(body, Envelope(id=message_id, deadline_s=timeout_s)),
+            timeout_s=timeout_s if connect_timeout_s is None else connect_timeout_s,
+        )
         queue: asyncio.Queue[Any] = asyncio.Queue(max_items)
         self._open[message_id] = queue
         replies = ReplyStream(queue, message_id)
         try:
-            envelope = Envelope(id=message_id, deadline_s=timeout_s)
-            await self._channel.send(codec.encode(body, envelope), timeout_s=timeout_s)
             yield replies
         finally:
-            self._open.pop(message_id, None)
-            if not replies.ended:
+            # No longer open: the peer has heard already, or is gone.
+            if self._open.pop(message_id, None) is not None and not replies.ended:
                 self._say_cancelled(message_id)
 
     def _next_id(self) -> MessageId:
@@ -272,10 +302,15 @@ class RpcClient:
         waiter = self._open.get(message_id)
         if waiter is None:
             self.late_replies += 1
-        elif isinstance(waiter, asyncio.Queue):
-            _offer(waiter, body)
-        elif not waiter.done():
-            waiter.set_result(body)
+        elif isinstance(waiter, asyncio.Future):
+            if not waiter.done():
+                waiter.set_result(body)
+        elif waiter.full():
+            del self._open[message_id]
+            _end(waiter, SlowReader(f"{waiter.qsize()} replies lay unread"))
+            self._say_cancelled(message_id)
+        else:
+            waiter.put_nowait(body)
 
     def _link_changed(self, link: sockets.Link) -> None:
         self.is_connected = link is sockets.Link.UP
@@ -286,21 +321,30 @@ class RpcClient:
             self._on_lost()
 
     def _fail_open_calls(self, why: str) -> None:
-        for waiter in list(self._open.values()):
+        """Errors are results here, not exceptions, so that one which nobody awaits any more makes no noise."""
+        waiters = list(self._open.values())
+        self._open.clear()
+        for waiter in waiters:
             error = PeerUnreachable(f"{self.endpoint}: {why}")
             if isinstance(waiter, asyncio.Queue):
-                _offer(waiter, error)
+                _end(waiter, error)
             elif not waiter.done():
-                waiter.set_exception(error)
+                waiter.set_result(error)
 
 
-def _offer(queue: asyncio.Queue[Any], item: object) -> None:
-    """Put *item*; a reader that lags a whole queue behind gets the overflow as its last item."""
+def _end(queue: asyncio.Queue[Any], error: MeshError) -> None:
+    """Make *error* the last item, at the cost of what is unread when the queue is full."""
     if queue.full():
         while not queue.empty():
             queue.get_nowait()
-        item = Failure(code="slow_reader", message="the reader of this stream was too slow")
-    queue.put_nowait(item)
+    queue.put_nowait(error)
+
+
+def _raise_if_error(item: object) -> None:
+    if isinstance(item, Failure):
+        raise RemoteFailure(item)
+    if isinstance(item, MeshError):
+        raise item
 
 
 class ReplyStream:
@@ -312,16 +356,15 @@ class ReplyStream:
         self.ended = False
 
     async def next(self, *, timeout_s: float) -> Any:
-        """The next reply. Raises RemoteFailure or PeerUnreachable (the stream is over then), or CallTimeout."""
+        """The next reply.
+
+        Raises RemoteFailure, PeerUnreachable, SlowReader (the stream is over then) or CallTimeout.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 item = await self._queue.get()
         except TimeoutError:
             raise CallTimeout(f"no reply in {timeout_s:g} s") from None
-        if isinstance(item, Failure):
-            self.ended = True
-            raise RemoteFailure(item)
-        if isinstance(item, Exception):
-            self.ended = True
-            raise item
+        self.ended = isinstance(item, Failure | MeshError)
+        _raise_if_error(item)
         return item

@@ -75,16 +75,15 @@ class MessengerCore:
             self._open(job, request.job_id, request.landing, range(len(cached), last), request.landing_layers, now_s)
         return Acquired(job_id=request.job_id, blocks=tuple(job.blocks), cached_blocks=len(cached))
 
-    def grow(self, job_id: JobId) -> BlockId | None:
-        """One more block for a job; None when the pool has none or the job is gone."""
+    def grow(self, job_id: JobId, wanted: int) -> list[BlockId]:
+        """Up to *wanted* more blocks for a job; none when the pool has none or the job is gone."""
         job = self._jobs.get(job_id)
         if job is None:
-            return None
-        got = self.pool.reserve(_holder(job_id), 1)
-        if isinstance(got, NoRoom):
-            return None
-        job.blocks.append(got[0])
-        return got[0]
+            return []
+        got = self.pool.reserve(_holder(job_id), min(wanted, self.pool.available_blocks))
+        assert not isinstance(got, NoRoom), "asked for no more than there is"
+        job.blocks += got
+        return got
 
     def seal(self, job_id: JobId, first_block: int, keys: Sequence[BlockKey]) -> int:
         """Share whole blocks of a job; how many became findable (a twin under the same key leaves a block private).

@@ -18,6 +18,8 @@ _REPLAY_EVENTS: Final = 65_536
 _BATCH_EVENTS: Final = 4_096
 _CALL_TIMEOUT_S: Final = 5.0
 _RETRY_S: Final = 0.5
+_GATHER_S: Final = 0.02
+"""News is gathered this long before it is sent: placement hints may be that old, and most changes come in bursts."""
 
 
 class KvPublisher:
@@ -50,6 +52,7 @@ class KvPublisher:
         """Publish until cancelled."""
         while True:
             await self._wake.wait()
+            await asyncio.sleep(_GATHER_S)
             self._wake.clear()
             try:
                 await self._catch_up()

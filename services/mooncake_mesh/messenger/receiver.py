@@ -95,7 +95,6 @@ class Receiver:
         if landing.state is LandingState.FAILED:
             raise SliceLost(f"transfer {transfer_id}: {landing.failure}")
         return Landed(
-            transfer_id=transfer_id,
             received_bytes=landing.received_bytes,
             first_slice_s=landing.first_slice_s - landing.opened_s,
             last_slice_s=landing.last_slice_s - landing.opened_s,

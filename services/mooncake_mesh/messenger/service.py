@@ -13,6 +13,7 @@ TCP    other messengers        slices, where the transport is tcp
 import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Final
@@ -44,11 +45,9 @@ from mooncake_proto.transfer import (
     Acquired,
     ArenaInfo,
     Attach,
-    AwaitLanding,
     FinishSend,
     Grow,
     Grown,
-    Landed,
     OpenTransfer,
     PushBlocks,
     Pushing,
@@ -107,7 +106,6 @@ class MessengerService:
             StartSend: self._start_send,
             SliceReady: self._slice_ready,
             FinishSend: self._finish_send,
-            AwaitLanding: self._await_landing,
             OpenTransfer: self._open_transfer,
             SliceOffer: self._slice_offer,
             AbortTransfer: self._abort_transfer,
@@ -228,7 +226,7 @@ class MessengerService:
         )
 
     async def _acquire(self, request: Acquire, _: Caller) -> Acquired:
-        """Waits for room for as long as the call's deadline allows."""
+        """Waits for room, and for the landing if there is one, for as long as the call's deadline allows."""
         core, receiver = self._ready_core(), self._ready_receiver()
         if request.fetch_from and request.fetch_blocks:
             await self._fetch_prefix(core, receiver, request)
@@ -239,8 +237,10 @@ class MessengerService:
 
         acquired = await self._room.until(attempt)
         self._publisher.poke()
+        if request.landing is None:
+            return acquired
         receiver.changed.ring()
-        return acquired
+        return replace(acquired, landed=await receiver.landed(request.landing))
 
     async def _fetch_prefix(self, core: MessengerCore, receiver: Receiver, request: Acquire) -> None:
         """Copy missing prefix blocks from another node. Whatever goes wrong, the job computes them instead."""
@@ -274,9 +274,9 @@ class MessengerService:
 
     def _grow(self, request: Grow, _: Caller) -> Grown:
         core = self._ready_core()
-        got = {job_id: core.grow(job_id) for job_id in request.jobs}
+        got = {job_id: core.grow(JobId(job_id), wanted) for job_id, wanted in request.wanted.items()}
         self._publisher.poke()
-        return Grown(blocks={job_id: block for job_id, block in got.items() if block is not None})
+        return Grown(blocks={job_id: tuple(blocks) for job_id, blocks in got.items() if blocks})
 
     def _seal(self, request: Seal, _: Caller) -> None:
         self._ready_core().seal(request.job_id, request.first_block, list(split_keys(request.keys)))
@@ -314,10 +314,12 @@ class MessengerService:
         self._ready_sender().announce(ready)
 
     async def _finish_send(self, request: FinishSend, _: Caller) -> SendReport:
-        return await self._ready_sender().finish(request.transfer_id)
-
-    async def _await_landing(self, request: AwaitLanding, _: Caller) -> Landed:
-        return await self._ready_receiver().landed(request.transfer_id)
+        outbound = self._ready_core().outbound(request.transfer_id)
+        try:
+            return await self._ready_sender().finish(request.transfer_id)
+        finally:
+            if outbound is not None:
+                self._end_job(outbound.job_id, "the transfer is over")
 
     async def _open_transfer(self, request: OpenTransfer, _: Caller) -> TransferPlan:
         return await self._ready_receiver().open(request)

@@ -64,7 +64,8 @@ class QueueFull(enum.Enum):
 class QueuedJob:
     """One job and where it stands.
 
-    ``stop`` says why it should end early; the engine thread reads it between layers. Times as in :meth:`submit`.
+    ``stop`` says why it should end early; the engine thread reads it between layers. ``unannounced`` are layers of the
+    running chunk that are written and not yet announced. Times as in :meth:`submit`.
     """
 
     job: PrefillJob
@@ -75,6 +76,7 @@ class QueuedJob:
     cached_tokens: int = 0
     started_s: float = 0.0
     stop: MooncakeError | None = None
+    unannounced: list[int] = field(default_factory=list)
     history: list[str] = field(default_factory=list)
 
     @property

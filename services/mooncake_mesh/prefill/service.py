@@ -68,6 +68,7 @@ class PrefillService:
         self._submitted = Bell()
         self._over = Bell()
         self._ready: asyncio.Queue[QueuedJob] = asyncio.Queue(_READY_JOBS)
+        self._acquiring: asyncio.Task[None] | None = None
         self._tokens_per_s = 0.0
 
     async def run(self, lifecycle: Lifecycle) -> None:
@@ -117,6 +118,8 @@ class PrefillService:
         entry.stop = why
         if entry.stage is JobStage.QUEUED:
             self._tasks.create_task(self._give_up(entry, why))
+        elif entry.stage is JobStage.ACQUIRING and self._acquiring is not None:
+            self._acquiring.cancel()
         elif entry.stage is JobStage.SENDING:  # the release ends the transfer, on which the job's own task waits
             self._tasks.create_task(self._station.release(entry.job.job_id))
 
@@ -138,9 +141,14 @@ class PrefillService:
         while True:
             entry = await self._submitted.until(self._core.next_job)
             try:
-                await self._acquire(entry)
+                self._acquiring = self._tasks.create_task(self._acquire(entry))
+                await self._acquiring
             except MooncakeError as error:
                 await self._give_up(entry, error)
+            except asyncio.CancelledError:
+                if entry.stop is None:
+                    raise
+                await self._give_up(entry, entry.stop)
             else:
                 await self._ready.put(entry)
 
@@ -219,7 +227,14 @@ class PrefillService:
             if entry.stop is not None:
                 raise _StopRequested
             if entry.job.decode is not None:
-                loop.call_soon_threadsafe(self._announce, entry, layer, 1, first_block, n_blocks)
+                entry.unannounced.append(layer)
+                if len(entry.unannounced) == 1:
+                    loop.call_soon_threadsafe(announce)
+
+        def announce() -> None:
+            """On the loop: all layers written so far, which is one of a real model and may be all of a fast one."""
+            layers, entry.unannounced = entry.unannounced, []
+            self._announce(entry, layers[0], len(layers), first_block, n_blocks)
 
         return await self._station.on_engine_thread(self._engine.prefill, work, on_layer)
 
@@ -299,7 +314,7 @@ class PrefillService:
                 skipped_blocks=report.skipped_blocks,
                 elapsed_s=round(report.elapsed_s, 4),
             )
-            await self._close(entry, JobStage.DONE)
+            self._end(entry, JobStage.DONE)
         except MooncakeError as error:
             await self._give_up(entry, entry.stop or error)
 
@@ -314,6 +329,9 @@ class PrefillService:
     async def _close(self, entry: QueuedJob, end: JobStage) -> None:
         """Release what the job holds, then close its books. Whoever comes second finds nothing to do."""
         await self._station.release(entry.job.job_id)
+        self._end(entry, end)
+
+    def _end(self, entry: QueuedJob, end: JobStage) -> None:
         if not entry.is_over:
             self._core.move(entry, end)
             self._over.ring()

@@ -1,4 +1,5 @@
-"""What prefill and decode workers share: their place in the mesh, the arena under their engine, word to the gateways."""
+"""What prefill and decode workers share: a place in the mesh, the arena under the engine, word to the gateways."""
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
