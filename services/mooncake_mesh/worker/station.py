@@ -1,5 +1,4 @@
 """What prefill and decode workers share: a place in the mesh, the arena under the engine, word to the gateways."""
-"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
