@@ -117,8 +117,8 @@ def changed(body: object, path: list[str | int], value: object) -> list[bytes]:
         ),
         (FIRST, ["prefill_s"], "1", "prefill_s", "expected float, got str"),
         (JOB, ["stopping", "stop_token_ids"], [1, 2, "x"], "stopping.stop_token_ids[2]", "expected int, got str"),
-        (Grown(blocks={"a": 1}), ["blocks", "b"], "x", "blocks.b", "expected int, got str"),
-        (Grown(blocks={"a": 1}), ["blocks"], [], "blocks", "expected an object, got list"),
+        (Grown(blocks={"a": (1,)}), ["blocks", "b"], "x", "blocks.b", "expected a list, got str"),
+        (Grown(blocks={"a": (1,)}), ["blocks"], [], "blocks", "expected an object, got list"),
         (Failure(code="c", message="m"), ["retryable"], 1, "retryable", "expected bool, got int"),
         # not one of the words
         (
