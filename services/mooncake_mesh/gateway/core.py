@@ -190,11 +190,8 @@ class RequestCore:
         self._pauses = 0
         self._avoid: Counter[InstanceId] = Counter()
         self._history: list[str] = []
-
-    @property
-    def job_id(self) -> JobId:
+        self.job_id = self._job_id()
         """The job of the current attempt."""
-        return JobId(f"{self._request.request_id}.{self._attempt}")
 
     @property
     def is_over(self) -> bool:
@@ -351,6 +348,7 @@ class RequestCore:
             self._move(RequestStage.PLACING)
         self.placement = None
         self._attempt += 1
+        self.job_id = self._job_id()
         self._early.clear()
         return [*cancels, self._ask(after_s=self._pause_s() if is_room else 0.0)]
 
@@ -381,6 +379,9 @@ class RequestCore:
 
     def _chain(self, tokens: bytes) -> bytes:
         return join_keys(chain(self._keys.root, tokens, self._keys.block_tokens))
+
+    def _job_id(self) -> JobId:
+        return JobId(f"{self._request.request_id}.{self._attempt}")
 
     def _move(self, stage: RequestStage) -> None:
         if (self.stage, stage) not in _MOVES:
