@@ -5,31 +5,31 @@ import io
 import sys
 import types
 from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, ClassVar, Self
 
 import pytest
 
 from mooncake_mesh.cli import chat
 from mooncake_mesh.cli.chat import Answer, Conversation
+from mooncake_mesh.client import ChatChunkChoice, ChatCompletionChunk, Delta, Usage
 from mooncake_mesh.config import ChatConfig
 from mooncake_mesh.errors import Rejected
 
 
-def _chunk(text: str) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "delta": {"content": text}}]}
+def _chunk(text: str, *, role: str | None = None, usage: Usage | None = None) -> ChatCompletionChunk:
+    choices = () if usage else (ChatChunkChoice(index=0, delta=Delta(role=role, content=text)),)
+    return ChatCompletionChunk(id="chatcmpl-1", created=0, model="m", choices=choices, usage=usage, raw={})
 
 
-ROLE_CHUNK = {"choices": [{"index": 0, "delta": {"role": "assistant"}}]}
-USAGE_CHUNK = {
-    "choices": [],
-    "usage": {"prompt_tokens": 30, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 16}},
-}
+ROLE_CHUNK = _chunk("", role="assistant")
+USAGE_CHUNK = _chunk("", usage=Usage(prompt_tokens=30, completion_tokens=2, total_tokens=32, cached_tokens=16))
 
 
 class ScriptedClient:
     """Stands in for the SDK: answers each question with the next script and records what was asked."""
 
-    scripts: ClassVar[list[list[dict[str, Any] | BaseException]]] = []
+    scripts: ClassVar[list[list[ChatCompletionChunk | BaseException]]] = []
     asked: ClassVar[list[dict[str, Any]]] = []
     closed_early: ClassVar[int] = 0
 
@@ -42,8 +42,13 @@ class ScriptedClient:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def stream_chat(self, **request: Any) -> AsyncGenerator[dict[str, Any], None]:
-        self.asked.append(request)
+    def stream_chat(
+        self, messages: list[dict[str, str]], **options: Any
+    ) -> AbstractAsyncContextManager[AsyncGenerator[ChatCompletionChunk, None]]:
+        self.asked.append({"messages": messages, **options})
+        return aclosing(self._chunks())
+
+    async def _chunks(self) -> AsyncGenerator[ChatCompletionChunk, None]:
         ended = False
         try:
             for item in self.scripts.pop(0):
@@ -109,6 +114,7 @@ def test_piped_questions(
         ["Hello"],
     ]
     assert {key: value for key, value in client.asked[0].items() if key != "messages"} == {
+        "model": None,
         "temperature": 0.0,
         "max_tokens": 512,
         "seed": 7,

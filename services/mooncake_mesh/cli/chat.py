@@ -7,16 +7,17 @@ written and nothing else.
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mooncake_mesh.config import ChatConfig
 from mooncake_mesh.errors import MooncakeError
 
+if TYPE_CHECKING:
+    from mooncake_mesh.client import ChatCompletionChunk, Usage
+
 Message = dict[str, str]
-Chunk = Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -26,25 +27,24 @@ class Answer:
     started_s: float
     text: str = ""
     ttft_s: float | None = None
-    usage: Mapping[str, Any] = field(default_factory=dict)
+    usage: "Usage | None" = None
 
-    def take(self, chunk: Chunk, now_s: float) -> str:
-        """The new text in an OpenAI stream chunk; the last chunk has the usage and no choice."""
-        self.usage = chunk.get("usage") or self.usage
-        new = "".join((choice.get("delta") or {}).get("content") or "" for choice in chunk.get("choices", ()))
-        if new and self.ttft_s is None:
+    def take(self, chunk: "ChatCompletionChunk", now_s: float) -> str:
+        """The new text in *chunk*; the last one has the usage and no text."""
+        self.usage = chunk.usage or self.usage
+        if chunk.text and self.ttft_s is None:
             self.ttft_s = now_s - self.started_s
-        self.text += new
-        return new
+        self.text += chunk.text
+        return chunk.text
 
     def summary(self) -> str:
         """Time to first token and what the pool already held of the prompt."""
         ttft = "no token" if self.ttft_s is None else f"TTFT {self.ttft_s * 1000:.0f} ms"
-        if not self.usage:
+        usage = self.usage
+        if usage is None:
             return f"[{ttft}]"
-        cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        prompt, completion = self.usage.get("prompt_tokens", 0), self.usage.get("completion_tokens", 0)
-        return f"[{ttft}, {prompt} prompt tokens, {cached} of them cached_tokens, {completion} new]"
+        prompt, completion = usage.prompt_tokens, usage.completion_tokens
+        return f"[{ttft}, {prompt} prompt tokens, {usage.cached_tokens} of them cached_tokens, {completion} new]"
 
 
 class Conversation:
@@ -122,20 +122,16 @@ async def _ask(config: ChatConfig, messages: list[Message], answer: Answer, writ
 
     async with (
         MooncakeClient(config.gateway) as client,
-        aclosing(client.stream_chat(messages=messages, **_parameters(config))) as chunks,
+        client.stream_chat(
+            messages,
+            model=config.model,
+            temperature=config.temperature,
+            max_tokens=config.max_tokens,
+            seed=config.seed,
+        ) as chunks,
     ):
         async for chunk in chunks:
             write(answer.take(chunk, time.monotonic()))
-
-
-def _parameters(config: ChatConfig) -> dict[str, Any]:
-    given = {
-        "model": config.model,
-        "temperature": config.temperature,
-        "max_tokens": config.max_tokens,
-        "seed": config.seed,
-    }
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _write(text: str) -> None:

@@ -1,0 +1,45 @@
+"""What may be asked of an answer: the fields of OpenAI's endpoints that the gateway takes, and its own."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+Message = Mapping[str, Any]
+"""``{"role": "user", "content": "Hello"}``; role is system, user or assistant."""
+
+
+class Options(TypedDict, total=False):
+    """Every option may be left out. ``temperature`` 0 takes the likeliest token; ``seed`` makes answers repeatable."""
+
+    n: int
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    ignore_eos: bool
+    cache_salt: str
+    return_token_ids: bool
+    add_special_tokens: bool
+    user: str
+
+
+class ChatOptions(Options, total=False):
+    max_completion_tokens: int | None
+    logprobs: bool
+    top_logprobs: int | None
+
+
+class CompletionOptions(Options, total=False):
+    """``logprobs`` is how many of the likeliest tokens to report; ``echo`` puts the prompt before the completion."""
+
+    logprobs: int | None
+    echo: bool
