@@ -35,6 +35,7 @@ CODES = {
     "RemoteFailure": "mesh_error",
     "RequestError": "request_error",
     "SliceLost": "slice_lost",
+    "SlowReader": "slow_reader",
     "TooLong": "context_length_exceeded",
     "TransferError": "transfer_error",
     "UnknownKind": "unknown_kind",

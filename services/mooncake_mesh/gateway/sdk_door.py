@@ -6,6 +6,7 @@ import time
 
 import orjson
 
+from mooncake_mesh.errors import Aborted
 from mooncake_mesh.gateway.api import Mesh
 from mooncake_mesh.gateway.completion import Completions
 from mooncake_mesh.gateway.model_list import model_list
@@ -33,6 +34,7 @@ class SdkDoor:
         self._completions = completions
         self._created = int(time.time())
         self._running: dict[tuple[bytes, str], asyncio.Task[object]] = {}
+        self._cancelled: set[tuple[bytes, str]] = set()
 
     def handlers(self) -> dict[type, Handler]:
         return {
@@ -43,23 +45,30 @@ class SdkDoor:
         }
 
     async def _generate(self, request: Generate, caller: Caller) -> None:
-        """Answers with deltas and one end, or one Failure. Cancelled when the client stops reading."""
+        """Answers with deltas and one end, or one Failure. Cancelled in silence when the client stops reading."""
         task = asyncio.current_task()
+        assert task is not None
         key = (caller.identity, caller.message_id)
-        if task is not None:
-            self._running[key] = task
+        self._running[key] = task
         try:
             door = _Replies(caller)
             await self._completions.serve(
                 request.operation, request.request, door, request_id=RequestId(secrets.token_hex(16))
             )
+        except asyncio.CancelledError:
+            if key not in self._cancelled or task.uncancel():
+                raise
+            raise Aborted("the request was cancelled by its client") from None
         finally:
             self._running.pop(key, None)
+            self._cancelled.discard(key)
 
     def _cancel(self, request: Cancel, caller: Caller) -> Ok:
-        task = self._running.get((caller.identity, request.target))
-        if task is not None:
-            task.cancel()
+        """The reader of the stream hears of it too: it need not be who cancels."""
+        key = (caller.identity, request.target)
+        if key in self._running and key not in self._cancelled:
+            self._cancelled.add(key)
+            self._running[key].cancel()
         return Ok()
 
     def _models(self, _: ModelsQuery, __: Caller) -> Models:
