@@ -63,7 +63,6 @@ class DecodeService:
         )
         self._changed = Bell()
         self._over = Bell()
-        self._receiving: dict[JobId, asyncio.Task[None]] = {}
         self._stepping: frozenset[JobId] = frozenset()
         self._slots: dict[JobId, DecodeSlot] = {}
         self._step_s = 0.0
@@ -96,12 +95,11 @@ class DecodeService:
     async def _submit(self, job: DecodeJob, _: Caller) -> Ok:
         self._station.check_placement(job.incarnation)
         await self._station.peers.reach(job.stream_endpoint)
+        self._station.early_cancels.check(job.job_id)
         sequence = self._core.submit(job, monotonic())
         if isinstance(sequence, QueueFull):
             raise Rejected("decode_queue_full", unavailable=False, retry_after_s=1.0)
-        task = self._tasks.create_task(self._receive(sequence))
-        self._receiving[job.job_id] = task
-        task.add_done_callback(lambda _: self._receiving.pop(job.job_id, None))
+        self._tasks.create_task(self._receive(sequence))
         return Ok()
 
     def _prefill_done(self, done: PrefillDone, _: Caller) -> None:
@@ -110,51 +108,56 @@ class DecodeService:
 
     async def _receive(self, sequence: DecodeSequence) -> None:
         """Reserve the blocks, wait for the KV, then let the sequence into the batch."""
+        try:
+            acquired = await self._acquire(sequence)
+        except MooncakeError as error:
+            await self._give_up(sequence, sequence.stop or error)
+            return
+        if sequence.stop is not None:
+            await self._give_up(sequence, sequence.stop)
+            return
+        if acquired.landed is not None:
+            log.info(
+                "kv_landed",
+                job_id=sequence.job.job_id,
+                received_bytes=acquired.landed.received_bytes,
+                first_slice_s=round(acquired.landed.first_slice_s, 4),
+                last_slice_s=round(acquired.landed.last_slice_s, 4),
+                cached_blocks=acquired.cached_blocks,
+            )
+        self._core.landed(sequence, acquired.blocks)
+        self._changed.ring()
+
+    async def _acquire(self, sequence: DecodeSequence) -> Acquired:
+        """Blocks with the prompt's KV in them, and room for the first token."""
+        if sequence.stop is not None:  # it came before this task's first turn
+            raise sequence.stop
         job = sequence.job
-        prompt_blocks = self._layout.blocks_for(sequence.prompt_tokens)
         request = Acquire(
             job_id=job.job_id,
             instance_id=self._station.me.instance_id,
             incarnation=self._station.me.incarnation,
             keys=job.keys,
             n_blocks=self._layout.blocks_for(sequence.prompt_tokens + 1),
-            max_cached_blocks=len(job.keys),
+            max_cached_blocks=sequence.sealed_blocks,
             landing=job.transfer_id,
-            landing_blocks=prompt_blocks,
+            landing_blocks=self._layout.blocks_for(sequence.prompt_tokens),
             landing_layers=self._layout.layers,
         )
-        try:
-            acquired = await self._station.messenger.call(request, Acquired, timeout_s=self._left_s(sequence))
-        except MooncakeError as error:
-            await self._give_up(sequence, error)
-            return
-        except asyncio.CancelledError:
-            if sequence.stop is None:
-                raise
-            await self._give_up(sequence, sequence.stop)
-            return
-        if acquired.landed is not None:
-            log.info(
-                "kv_landed",
-                job_id=job.job_id,
-                received_bytes=acquired.landed.received_bytes,
-                first_slice_s=round(acquired.landed.first_slice_s, 4),
-                last_slice_s=round(acquired.landed.last_slice_s, 4),
-                cached_blocks=acquired.cached_blocks,
-            )
-        self._receiving.pop(job.job_id, None)
-        self._core.landed(sequence, acquired.blocks)
-        self._changed.ring()
+        async with self._station.waits.interruptible(job.job_id):
+            return await self._station.messenger.call(request, Acquired, timeout_s=self._left_s(sequence))
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
     async def _cancel(self, request: CancelJob, _: Caller) -> Ok:
         """Answers when nothing of the job is left, at the latest after the step that is running."""
         sequence = self._core.get(request.job_id)
-        if sequence is not None:
-            log.info("job_cancelled", job_id=request.job_id, stage=sequence.stage.value, reason=request.reason)
-            self._stop(sequence, Aborted(request.reason or "cancelled"))
-            await self._over.until(lambda: None if self._core.get(request.job_id) is sequence else True)
+        if sequence is None:
+            self._station.early_cancels.add(request.job_id)
+            return Ok()
+        log.info("job_cancelled", job_id=request.job_id, stage=sequence.stage.value, reason=request.reason)
+        self._stop(sequence, Aborted(request.reason or "cancelled"))
+        await self._over.until(lambda: None if self._core.get(request.job_id) is sequence else True)
         return Ok()
 
     def _stop(self, sequence: DecodeSequence, why: MooncakeError) -> None:
@@ -162,9 +165,8 @@ class DecodeService:
         if sequence.stop is not None or sequence.is_over:
             return
         sequence.stop = why
-        receiving = self._receiving.get(sequence.job.job_id)
-        if receiving is not None:  # its KV, or room for it, is still awaited
-            receiving.cancel()
+        if not sequence.is_landed:  # its own task waits for its KV, or for room
+            self._station.waits.interrupt(sequence.job.job_id)
         elif sequence.job.job_id not in self._stepping:
             self._tasks.create_task(self._give_up(sequence, why))
 
@@ -206,13 +208,13 @@ class DecodeService:
             self._stepping = frozenset(sequence.job.job_id for sequence in batch)
             slots = [self._slot(sequence) for sequence in batch]
             started_s = monotonic()
-            step = self._tasks.create_task(self._station.on_engine_thread(self._engine.decode, slots))
+            step = self._station.on_engine_thread(self._engine.decode, slots)
             self._settle(news)
             news = await self._finish_step(batch, step)
             self._note_step(monotonic() - started_s)
 
     async def _finish_step(
-        self, batch: Sequence[DecodeSequence], step: "asyncio.Task[list[Drawn]]"
+        self, batch: Sequence[DecodeSequence], step: "asyncio.Future[list[Drawn]]"
     ) -> list[tuple[NewToken, Drawn]]:
         try:
             drawn = await step

@@ -54,6 +54,33 @@ class Chunk:
     end: int
 
 
+class LayerProgress:
+    """Layers of one chunk: written on the engine thread, announced on the loop, in as few turns of it as possible.
+
+    There is no lock. The writer counts before it looks whether a turn is due, and the turn takes that back before it
+    reads the count; in whatever order the two threads run, every layer is announced once.
+    """
+
+    def __init__(self) -> None:
+        self._written = 0
+        self._announced = 0
+        self._is_due = False
+
+    def wrote(self, layer: int) -> bool:
+        """Engine thread: *layer*, the next one, is written. Whether a :meth:`take` must be scheduled for it."""
+        self._written = layer + 1
+        if self._is_due:
+            return False
+        self._is_due = True
+        return True
+
+    def take(self) -> range:
+        """Loop: the layers to announce now, perhaps none."""
+        self._is_due = False
+        first, self._announced = self._announced, self._written
+        return range(first, self._announced)
+
+
 class QueueFull(enum.Enum):
     """The answer to one job too many."""
 
@@ -64,8 +91,7 @@ class QueueFull(enum.Enum):
 class QueuedJob:
     """One job and where it stands.
 
-    ``stop`` says why it should end early; the engine thread reads it between layers. ``unannounced`` are layers of the
-    running chunk that are written and not yet announced. Times as in :meth:`submit`.
+    ``stop`` says why it should end early; the engine thread reads it between layers. Times as in :meth:`submit`.
     """
 
     job: PrefillJob
@@ -76,7 +102,6 @@ class QueuedJob:
     cached_tokens: int = 0
     started_s: float = 0.0
     stop: MooncakeError | None = None
-    unannounced: list[int] = field(default_factory=list)
     history: list[str] = field(default_factory=list)
 
     @property
@@ -129,16 +154,16 @@ class PrefillCore:
         """Take the next job off the queue: it acquires its blocks now. None when nobody waits."""
         while self._queue:
             entry = self._jobs.get(self._queue.popleft())
-            if entry is not None and entry.stage is JobStage.QUEUED:
+            if entry is not None and entry.stage is JobStage.QUEUED and entry.stop is None:
                 self.move(entry, JobStage.ACQUIRING)
                 return entry
         return None
 
     def acquired(self, entry: QueuedJob, blocks: tuple[int, ...], cached_blocks: int) -> None:
         """Its blocks are here; the caller asked for few enough cached ones that the last token is computed."""
+        self.move(entry, JobStage.READY)
         entry.blocks = blocks
         entry.cached_tokens = cached_blocks * self._block_tokens
-        self.move(entry, JobStage.READY)
 
     def chunks(self, entry: QueuedJob) -> list[Chunk]:
         """How the uncached part of the prompt is cut; every boundary but the last falls between blocks."""

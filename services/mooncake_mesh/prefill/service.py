@@ -29,11 +29,11 @@ from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.rpc import Caller, Handler
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.policy.stopping import banned_tokens, finish_after
-from mooncake_mesh.prefill.core import JobStage, PrefillCore, QueuedJob, QueueFull
+from mooncake_mesh.prefill.core import JobStage, LayerProgress, PrefillCore, QueuedJob, QueueFull
 from mooncake_mesh.worker.station import Station
 from mooncake_proto.control import Load, Ok, Role
 from mooncake_proto.ids import BlockKey
-from mooncake_proto.serving import CancelJob, FirstToken, PrefillDone, PrefillJob
+from mooncake_proto.serving import CancelJob, FirstToken, PrefillDone, PrefillJob, WorkerRef
 from mooncake_proto.transfer import Acquire, Acquired, FinishSend, Seal, SendReport, SliceReady, StartSend
 
 log = structlog.get_logger(__name__)
@@ -68,7 +68,6 @@ class PrefillService:
         self._submitted = Bell()
         self._over = Bell()
         self._ready: asyncio.Queue[QueuedJob] = asyncio.Queue(_READY_JOBS)
-        self._acquiring: asyncio.Task[None] | None = None
         self._tokens_per_s = 0.0
 
     async def run(self, lifecycle: Lifecycle) -> None:
@@ -96,6 +95,7 @@ class PrefillService:
     async def _submit(self, job: PrefillJob, _: Caller) -> Ok:
         self._station.check_placement(job.incarnation)
         await self._station.peers.reach(job.stream_endpoint)
+        self._station.early_cancels.check(job.job_id)
         entry = self._core.submit(job, monotonic())
         if isinstance(entry, QueueFull):
             raise Rejected("prefill_queue_full", unavailable=False, retry_after_s=1.0)
@@ -105,10 +105,12 @@ class PrefillService:
     async def _cancel(self, request: CancelJob, _: Caller) -> Ok:
         """Answers when nothing of the job is left: at the next layer of a running forward, at once otherwise."""
         entry = self._core.get(request.job_id)
-        if entry is not None:
-            log.info("job_cancelled", job_id=request.job_id, stage=entry.stage.value, reason=request.reason)
-            self._stop(entry, Aborted(request.reason or "cancelled"))
-            await self._over.until(lambda: True if entry.is_over else None)
+        if entry is None:
+            self._station.early_cancels.add(request.job_id)
+            return Ok()
+        log.info("job_cancelled", job_id=request.job_id, stage=entry.stage.value, reason=request.reason)
+        self._stop(entry, Aborted(request.reason or "cancelled"))
+        await self._over.until(lambda: True if entry.is_over else None)
         return Ok()
 
     def _stop(self, entry: QueuedJob, why: MooncakeError) -> None:
@@ -118,10 +120,8 @@ class PrefillService:
         entry.stop = why
         if entry.stage is JobStage.QUEUED:
             self._tasks.create_task(self._give_up(entry, why))
-        elif entry.stage is JobStage.ACQUIRING and self._acquiring is not None:
-            self._acquiring.cancel()
-        elif entry.stage is JobStage.SENDING:  # the release ends the transfer, on which the job's own task waits
-            self._tasks.create_task(self._station.release(entry.job.job_id))
+        else:
+            self._station.waits.interrupt(entry.job.job_id)
 
     def _stop_all(self, why: MooncakeError) -> None:
         for entry in self._core.jobs():
@@ -141,14 +141,10 @@ class PrefillService:
         while True:
             entry = await self._submitted.until(self._core.next_job)
             try:
-                self._acquiring = self._tasks.create_task(self._acquire(entry))
-                await self._acquiring
+                async with self._station.waits.interruptible(entry.job.job_id):
+                    await self._acquire(entry)
             except MooncakeError as error:
-                await self._give_up(entry, error)
-            except asyncio.CancelledError:
-                if entry.stop is None:
-                    raise
-                await self._give_up(entry, entry.stop)
+                await self._give_up(entry, entry.stop or error)
             else:
                 await self._ready.put(entry)
 
@@ -222,19 +218,19 @@ class PrefillService:
         loop = asyncio.get_running_loop()
         first_block = work.start // self._layout.block_tokens
         n_blocks = self._layout.blocks_for(work.start + len(work.tokens)) - first_block
+        progress = LayerProgress()
 
         def on_layer(layer: int) -> None:
             if entry.stop is not None:
                 raise _StopRequested
-            if entry.job.decode is not None:
-                entry.unannounced.append(layer)
-                if len(entry.unannounced) == 1:
-                    loop.call_soon_threadsafe(announce)
+            if entry.job.decode is not None and progress.wrote(layer):
+                loop.call_soon_threadsafe(announce)
 
         def announce() -> None:
             """On the loop: all layers written so far, which is one of a real model and may be all of a fast one."""
-            layers, entry.unannounced = entry.unannounced, []
-            self._announce(entry, layers[0], len(layers), first_block, n_blocks)
+            layers = progress.take()
+            if layers:
+                self._announce(entry, layers.start, len(layers), first_block, n_blocks)
 
         return await self._station.on_engine_thread(self._engine.prefill, work, on_layer)
 
@@ -258,7 +254,7 @@ class PrefillService:
         try:
             self._station.messenger.post(ready)
         except PeerUnreachable as error:
-            entry.stop = error
+            entry.stop = entry.stop or error
 
     def _seal(self, entry: QueuedJob, start: int, end: int, keys: list[BlockKey]) -> None:
         """Whole blocks of positions *start* .. *end* are computed in all layers: share them."""
@@ -278,6 +274,8 @@ class PrefillService:
     # --- jobs out -----------------------------------------------------------------------------------------------------
 
     async def _deliver(self, entry: QueuedJob, drawn: Drawn) -> None:
+        if entry.stop is not None:  # it came with the last layer, or that layer could not be announced
+            raise _StopRequested
         job = entry.job
         finish = finish_after(drawn.token, job.drawn_tokens, job.stopping)
         now_s = monotonic()
@@ -295,16 +293,20 @@ class PrefillService:
         if job.decode is None or finish is not None:
             await self._close(entry, JobStage.DONE)
             return
-        done = PrefillDone(job_id=job.job_id, token=drawn.token)
-        await self._station.peers.get(job.decode.endpoint).send(done, timeout_s=self._left_s(entry))
         self._core.move(entry, JobStage.SENDING)
-        self._tasks.create_task(self._finish_send(entry))
+        self._tasks.create_task(self._finish_send(entry, job.decode, drawn.token))
 
-    async def _finish_send(self, entry: QueuedJob) -> None:
-        """Wait for the last slices, then let the blocks go (they stay in the pool for the next turn)."""
+    async def _finish_send(self, entry: QueuedJob, decode: WorkerRef, token: int) -> None:
+        """Tell the decode worker, wait for the last slices, then let the blocks go (they stay in the pool)."""
+        if entry.stop is not None:
+            await self._give_up(entry, entry.stop)
+            return
         try:
-            request = FinishSend(transfer_id=entry.job.transfer_id)
-            report = await self._station.messenger.call(request, SendReport, timeout_s=self._left_s(entry))
+            async with self._station.waits.interruptible(entry.job.job_id):
+                done = PrefillDone(job_id=entry.job.job_id, token=token)
+                await self._station.peers.get(decode.endpoint).send(done, timeout_s=self._left_s(entry))
+                request = FinishSend(transfer_id=entry.job.transfer_id)
+                report = await self._station.messenger.call(request, SendReport, timeout_s=self._left_s(entry))
             log.info(
                 "prefill_sent",
                 job_id=entry.job.job_id,

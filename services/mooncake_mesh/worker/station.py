@@ -17,6 +17,7 @@ from mooncake_mesh.mesh.node_arena import NodeArena
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
+from mooncake_mesh.worker.job_waits import EarlyCancels, JobWaits
 from mooncake_proto.control import Load, Member, ModelCard, Ok, Ping, Pong, Role
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, new_incarnation
 from mooncake_proto.serving import JobFailed
@@ -26,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 _T = TypeVar("_T")
 _RELEASE_TIMEOUT_S: Final = 5.0
+_LAST_WORDS_S: Final = 5.0
 
 WorkerConfig = PrefillConfig | DecodeConfig
 
@@ -50,6 +52,8 @@ class Station:
         self.me = Holder(instance_id=InstanceId(config.instance_id), incarnation=new_incarnation())
         self.messenger = RpcClient(config.messenger)
         self.peers = Phonebook(on_lost=on_gateway_lost)
+        self.waits = JobWaits()
+        self.early_cancels = EarlyCancels()
         self.is_draining = False
         self._config = config
         self._role = role
@@ -64,8 +68,9 @@ class Station:
         """Make the engine on its own thread, where it will live. Raises ModelError."""
         return await self.on_engine_thread(make_engine, self._config)
 
-    async def on_engine_thread(self, work: Callable[..., _T], *args: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._engine_thread, work, *args)
+    def on_engine_thread(self, work: Callable[..., _T], *args: Any) -> "asyncio.Future[_T]":
+        """Start *work* there. A future and no task of the group: its error is its awaiter's, not the process' end."""
+        return asyncio.get_running_loop().run_in_executor(self._engine_thread, work, *args)
 
     async def run(
         self,
@@ -154,6 +159,15 @@ class Station:
                 await idle()
         except TimeoutError:
             self._on_stop(Draining("the instance stops"))
+            await self._told(idle)
+
+    async def _told(self, idle: Callable[[], Awaitable[object]]) -> None:
+        """Wait until the stopped jobs have ended: each tells its gateway, which then need not find out by itself."""
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await idle()
+        except TimeoutError:
+            log.warning("stop_incomplete", waited_s=_LAST_WORDS_S)
 
     def _member(self, engine: Engine, endpoint: str) -> Member:
         spec = engine.spec
