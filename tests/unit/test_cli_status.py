@@ -21,7 +21,7 @@ def _member(role: Role, name: str, load: Load | None = None, health: Health = He
         incarnation=Incarnation("i"),
         endpoint="ipc:///tmp/x",
     )
-    return MemberState(member=member, health=health, load=load or Load(), last_beat_s=0.1)
+    return MemberState(member=member, health=health, takes_work=False, load=load or Load(), last_beat_s=0.1)
 
 
 def _report(*members: MemberState, healthy: bool = True) -> StatusReport:
