@@ -59,6 +59,7 @@ class ConductorCore:
         self._objectives = objectives
         self._started_s = started_s
         self._feeds: dict[NodeId, NodeFeed] = {}
+        self._messengers: dict[NodeId, InstanceId] = {}
         self._assigned: dict[InstanceId, deque[_Assigned]] = defaultdict(deque)
         self.placed_total = 0
         self.rejected_total = 0
@@ -72,6 +73,7 @@ class ConductorCore:
             if difference is not None:
                 return Incompatible(difference=difference)
         if member.role is Role.MESSENGER:
+            self._messengers[member.node_id] = member.instance_id
             feed = self._feeds.get(member.node_id)
             if feed is None or feed.incarnation != member.incarnation:
                 self._feeds[member.node_id] = NodeFeed(self._index, member.node_id, member.incarnation)
@@ -229,10 +231,8 @@ class ConductorCore:
         )
 
     def _messenger_lease(self, node_id: NodeId) -> Lease | None:
-        return next(
-            (lease for lease in self._peers if lease.member.role is Role.MESSENGER and lease.member.node_id == node_id),
-            None,
-        )
+        instance_id = self._messengers.get(node_id)
+        return None if instance_id is None else self._peers.get(instance_id)
 
     def _messenger(self, node_id: NodeId) -> str:
         lease = self._messenger_lease(node_id)

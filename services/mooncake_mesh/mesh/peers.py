@@ -47,7 +47,8 @@ class PeerTable:
         self.revision = 0
 
     def __iter__(self) -> Iterator[Lease]:
-        return iter([self._leases[key] for key in sorted(self._leases)])
+        """By instance id. Snapshot: leases may change while it is read."""
+        return iter(list(self._leases.values()))
 
     def get(self, instance_id: InstanceId) -> Lease | None:
         return self._leases.get(instance_id)
@@ -59,7 +60,10 @@ class PeerTable:
         if old is not None and old.member.incarnation != member.incarnation and old.health is not Health.DEAD:
             events.append(HealthChanged(member=old.member, health=Health.DEAD))
         load = old.load if old is not None and old.member.incarnation == member.incarnation else Load()
+        is_new = member.instance_id not in self._leases
         self._leases[member.instance_id] = Lease(member=member, health=Health.ALIVE, load=load, renewed_s=now_s)
+        if is_new:  # joining is rare, reading the table in order is not
+            self._leases = dict(sorted(self._leases.items()))
         self.revision += 1
         return [*events, Joined(member=member)]
 
