@@ -61,7 +61,7 @@ _MOVES: Final = frozenset(
 )
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
-_ROOM_CODES: Final = frozenset({"no_free_blocks", "prefill_queue_full", "decode_queue_full", "draining"})
+_ROOM_CODES: Final = frozenset({"no_free_blocks", "rejected", "overloaded", "draining"})
 """Failures that say "not now" about a healthy instance: it need not be avoided, and they do not count as losses."""
 
 
@@ -186,6 +186,8 @@ class RequestCore:
         self._drawn: list[int] = []
         self._early: dict[int, TokenEntry | FirstToken] = {}
         self._attempt = 0
+        self._jobs_at: tuple[WorkerRef, ...] = ()
+        self._has_decoded = False
         self._losses = 0
         self._pauses = 0
         self._avoid: Counter[InstanceId] = Counter()
@@ -207,15 +209,16 @@ class RequestCore:
             case Placed(placement=placement):
                 return self._start(placement, now_s)
             case NotPlaced(job_id=job_id, error=error):
-                return self._not_placed(error) if job_id == self.job_id else []
+                is_due = job_id == self.job_id and self.stage is RequestStage.PLACING
+                return self._not_placed(error) if is_due else []
             case JobsAccepted(job_id=job_id):
                 if job_id == self.job_id and self.stage is RequestStage.STARTING:
                     self._move(RequestStage.PREFILLING)
                 return []
             case FirstToken() | TokenEntry():
-                return self._token(event) if event.job_id == self.job_id else []
+                return self._token(event) if self._is_of_running_job(event) else []
             case JobFailed():
-                return self._job_failed(event) if event.job_id == self.job_id else []
+                return self._job_failed(event) if self._is_of_running_job(event) else []
             case WorkerLost(instance_id=instance_id):
                 return self._worker_lost(instance_id)
             case CallerLeft():
@@ -226,6 +229,9 @@ class RequestCore:
                 return self._fail(error)
             case _:
                 assert_never(event)
+
+    def _is_of_running_job(self, event: FirstToken | TokenEntry | JobFailed) -> bool:
+        return event.job_id == self.job_id and self.stage is not RequestStage.PLACING
 
     # --- placing ------------------------------------------------------------------------------------------------------
 
@@ -248,6 +254,7 @@ class RequestCore:
             return []
         self._move(RequestStage.STARTING)
         self.placement = placement
+        self._has_decoded = False
         tokens = self._tokens()
         keys = self._chain(tokens)
         left_s = max(0.001, self._deadline_s - now_s)
@@ -269,6 +276,7 @@ class RequestCore:
             fetch_prefix_blocks=placement.fetch_prefix_blocks,
         )
         if is_single:
+            self._jobs_at = (placement.prefill,)
             return [StartJobs(placement=placement, prefill=prefill, decode=None)]
         decode = DecodeJob(
             job_id=self.job_id,
@@ -283,14 +291,17 @@ class RequestCore:
             stream_endpoint=self._stream_endpoint,
             deadline_s=left_s,
         )
+        self._jobs_at = (placement.prefill, placement.decode)
         return [StartJobs(placement=placement, prefill=prefill, decode=decode)]
 
     def _not_placed(self, error: MooncakeError) -> list[RequestCommand]:
         """A request that has never run is refused; one that has waits for its turn until its deadline."""
         if self._attempt == 0:
             return self._fail(error)
-        pause_s: float = error.retry_after_s if isinstance(error, Rejected) else self._pause_s()
-        return [self._ask(after_s=min(pause_s, _LONGEST_PAUSE_S))]
+        pause_s = self._pause_s()
+        if isinstance(error, Rejected):
+            pause_s = max(pause_s, min(error.retry_after_s, _LONGEST_PAUSE_S))
+        return [self._ask(after_s=pause_s)]
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
@@ -305,7 +316,8 @@ class RequestCore:
 
     def _emit(self, entry: FirstToken | TokenEntry) -> list[RequestCommand]:
         is_first = isinstance(entry, FirstToken)
-        cached = entry.cached_tokens if isinstance(entry, FirstToken) and self._attempt == 0 else None
+        cached = entry.cached_tokens if isinstance(entry, FirstToken) and not self._drawn else None
+        self._has_decoded = self._has_decoded or not is_first
         event = TokenEvent(token=entry.token, logprob=entry.logprob, finish=entry.finish, cached_tokens=cached)
         self._drawn.append(entry.token)
         self._pauses = 0
@@ -314,9 +326,8 @@ class RequestCore:
                 self._move(RequestStage.DECODING)
             return [Emit(event=event)]
         self._move(RequestStage.FINISHED)
-        needs_no_decode = is_first and self.placement is not None
-        rest = self._cancel_at(self.placement.decode, "finished") if needs_no_decode and self.placement else []
-        return [Emit(event=event), *rest]
+        waiting = self._jobs_at[1:] if is_first else ()  # the decode job waits for a prompt that needs no decoding
+        return [Emit(event=event), *self._cancel_at(waiting, "finished")]
 
     # --- losses -------------------------------------------------------------------------------------------------------
 
@@ -330,8 +341,9 @@ class RequestCore:
         placement = self.placement
         if placement is None or self.stage is RequestStage.PLACING:
             return []
-        lost_decode = instance_id == placement.decode.instance_id
-        lost_prefill = instance_id == placement.prefill.instance_id and self.stage is not RequestStage.DECODING
+        lost_decode = instance_id == placement.decode.instance_id and len(self._jobs_at) > 1
+        # The first token says nothing about the KV; the first token that was decoded says that all of it has landed.
+        lost_prefill = instance_id == placement.prefill.instance_id and not self._has_decoded
         if not lost_decode and not lost_prefill:
             return []
         return self._place_again(instance_id, Aborted(f"{instance_id} was lost"))
@@ -344,9 +356,9 @@ class RequestCore:
         if self._losses > self._max_replacements:
             return self._fail(error)
         cancels = self._cancel("placed again")
-        if self.stage is not RequestStage.PLACING:
-            self._move(RequestStage.PLACING)
+        self._move(RequestStage.PLACING)
         self.placement = None
+        self._jobs_at = ()
         self._attempt += 1
         self.job_id = self._job_id()
         self._early.clear()
@@ -364,13 +376,10 @@ class RequestCore:
         return [*commands, Fail(error=error)]
 
     def _cancel(self, reason: str) -> list[RequestCommand]:
-        if self.placement is None:
-            return []
-        workers = (self.placement.prefill, self.placement.decode)
-        return [CancelAt(job_id=self.job_id, workers=workers, reason=reason)]
+        return self._cancel_at(self._jobs_at, reason)
 
-    def _cancel_at(self, worker: WorkerRef, reason: str) -> list[RequestCommand]:
-        return [CancelAt(job_id=self.job_id, workers=(worker,), reason=reason)]
+    def _cancel_at(self, workers: tuple[WorkerRef, ...], reason: str) -> list[RequestCommand]:
+        return [CancelAt(job_id=self.job_id, workers=workers, reason=reason)] if workers else []
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from mooncake_mesh.errors import CallTimeout, MeshError, MooncakeError, Rejected, RemoteFailure
+from mooncake_mesh.errors import CallTimeout, MooncakeError, PeerUnreachable, Rejected
 from mooncake_mesh.gateway.api import Readiness, TokenEvent, TokenRequest
 from mooncake_mesh.gateway.core import (
     AskPlacement,
@@ -181,12 +181,12 @@ class MeshClient:
                 timeout_s=_SCHEDULE_TIMEOUT_S,
                 cause=job_id,
             )
-        except RemoteFailure as error:
-            self._feed(running, NotPlaced(job_id=job_id, error=error))
-        except MeshError as error:
+        except (PeerUnreachable, CallTimeout) as error:
             log.warning("conductor_unreachable", job_id=job_id, code=error.code)
             refusal = Rejected("conductor_unreachable", unavailable=True, retry_after_s=_CONDUCTOR_RETRY_AFTER_S)
             self._feed(running, NotPlaced(job_id=job_id, error=refusal))
+        except MooncakeError as error:  # the conductor's own word, or an answer that makes no sense
+            self._feed(running, NotPlaced(job_id=job_id, error=error))
         else:
             self._feed(running, self._placement_event(reply))
 
@@ -222,7 +222,7 @@ class MeshClient:
         request = CancelJob(job_id=command.job_id, reason=command.reason)
         try:
             await self._workers.get(worker.endpoint).call(request, Ok, timeout_s=_CANCEL_TIMEOUT_S)
-        except (MeshError, CallTimeout) as error:  # a lost worker has nothing left to free
+        except MooncakeError as error:  # a lost worker has nothing left to free
             log.info("cancel_undelivered", job_id=command.job_id, instance_id=worker.instance_id, code=error.code)
 
     # --- what comes in ------------------------------------------------------------------------------------------------

@@ -1,0 +1,271 @@
+"""A request against workers that do anything in any order: its tokens, its end, and nothing left behind.
+
+The machine plays conductor, workers, network and caller. It keeps, beside the core, what a reader of the commands
+would know: which jobs were started where, which were cancelled, which tokens came out.
+"""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
+
+from mooncake_mesh.errors import Rejected
+from mooncake_mesh.gateway.api import TokenRequest
+from mooncake_mesh.gateway.core import (
+    AskPlacement,
+    CallerLeft,
+    CancelAt,
+    DeadlinePassed,
+    Emit,
+    Fail,
+    JobsAccepted,
+    KeySpace,
+    NotPlaced,
+    Placed,
+    RequestCommand,
+    RequestCore,
+    RequestEvent,
+    Started,
+    StartJobs,
+    WorkerLost,
+)
+from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
+from mooncake_mesh.policy.stopping import finish_after
+from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, NodeId, RequestId
+from mooncake_proto.serving import FirstToken, JobFailed, Placement, Sampling, Stopping, TokenEntry, WorkerRef
+
+ROOT = BlockKey(b"r" * 16)
+BLOCK_TOKENS = 2
+PROMPT = (7, 8, 9)
+MAX_REPLACEMENTS = 2
+ROOM = ("no_free_blocks", "rejected", "draining")
+LOSSES = ("slice_lost", "peer_unreachable", "call_timeout")
+
+
+def _worker(name: str) -> WorkerRef:
+    return WorkerRef(
+        instance_id=InstanceId(name),
+        incarnation=Incarnation(f"{name}-1"),
+        endpoint=f"ipc://{name}",
+        node_id=NodeId(name),
+        messenger_endpoint=f"ipc://m-{name}",
+    )
+
+
+PREFILLS = [_worker("p0"), _worker("p1")]
+DECODES = [_worker("d0"), _worker("d1")]
+
+
+class RequestMachine(RuleBasedStateMachine):
+    """``messages`` holds everything that a worker ever said; each may arrive any number of times, at any time."""
+
+    messages = Bundle("messages")
+
+    @initialize(script=st.lists(st.integers(3, 30), max_size=5), max_new_tokens=st.integers(1, 6))
+    def start(self, script: list[int], max_new_tokens: int) -> None:
+        self.stopping = Stopping(max_new_tokens=max_new_tokens, stop_token_ids=(2,))
+        script = [*script, 2]  # the model's own end, where max_new_tokens is not first
+        self.text = []
+        for token in script:
+            self.text.append(token)
+            if finish_after(token, len(self.text) - 1, self.stopping) is not None:
+                break
+        request = TokenRequest(
+            request_id=RequestId("req"),
+            model="m",
+            prompt=PROMPT,
+            sampling=Sampling(),
+            stopping=self.stopping,
+            deadline_s=60.0,
+        )
+        self.core = RequestCore(
+            request,
+            KeySpace(root=ROOT, block_tokens=BLOCK_TOKENS),
+            stream_endpoint="ipc://g",
+            max_replacements=MAX_REPLACEMENTS,
+            started_s=0.0,
+        )
+        self.out: list[int] = []
+        self.ends = 0
+        self.asked: list[AskPlacement] = []
+        self.started: dict[JobId, StartJobs] = {}
+        self.open: set[tuple[JobId, InstanceId]] = set()
+        self.rooms = self.losses = 0
+        self.feed(Started())
+
+    # --- the world ----------------------------------------------------------------------------------------------------
+
+    def feed(self, event: RequestEvent) -> None:
+        was_over = self.core.is_over
+        commands = self.core.handle(event, 1.0)
+        assert not (was_over and commands), "a request that is over says nothing more"
+        for command in commands:
+            self.obey(command)
+
+    def obey(self, command: RequestCommand) -> None:
+        match command:
+            case AskPlacement(schedule=schedule, after_s=after_s):
+                known = [*PROMPT, *self.out]
+                assert schedule.job_id == self.core.job_id
+                assert schedule.prompt_tokens == len(known)
+                assert schedule.max_new_tokens == self.stopping.max_new_tokens - len(self.out) >= 1
+                assert schedule.keys == join_keys(chain(ROOT, token_bytes(known), BLOCK_TOKENS))
+                assert 0.0 <= after_s <= 1.0
+                self.asked.append(command)
+            case StartJobs(prefill=prefill, decode=decode, placement=placement):
+                assert prefill.job_id not in self.started, "a job id is used once"
+                assert not self.open, "the jobs of the attempt before were cancelled"
+                assert prefill.tokens == token_bytes([*PROMPT, *self.out])
+                assert prefill.drawn_tokens == len(self.out)
+                assert (
+                    (decode is None) == (prefill.decode is None) == (self.stopping.max_new_tokens - len(self.out) == 1)
+                )
+                assert decode is None or (decode.tokens, decode.drawn_tokens) == (prefill.tokens, prefill.drawn_tokens)
+                self.started[prefill.job_id] = command
+                self.open.add((prefill.job_id, placement.prefill.instance_id))
+                if decode is not None:
+                    self.open.add((prefill.job_id, placement.decode.instance_id))
+            case CancelAt(job_id=job_id, workers=workers):
+                for worker in workers:
+                    assert (job_id, worker.instance_id) in self.open, "started there, and not cancelled before"
+                    self.open.remove((job_id, worker.instance_id))
+            case Emit(event=event):
+                assert event.token == self.text[len(self.out)], "no gap, no repetition"
+                assert (event.cached_tokens is not None) == (not self.out)
+                self.out.append(event.token)
+                self.ends += event.finish is not None
+            case Fail():
+                self.ends += 1
+
+    def drawn_before(self, job_id: JobId) -> int:
+        return self.started[job_id].prefill.drawn_tokens
+
+    def token(self, job_id: JobId, position: int) -> FirstToken | TokenEntry:
+        """What a worker of *job_id* draws at *position*: the same as any other worker would, the first at prefill."""
+        token = self.text[position]
+        finish = finish_after(token, position, self.stopping)
+        if position == self.drawn_before(job_id):
+            return FirstToken(
+                job_id=job_id,
+                position=position,
+                token=token,
+                cached_tokens=0,
+                prefill_s=0.1,
+                queue_s=0.0,
+                finish=finish,
+            )
+        return TokenEntry(job_id=job_id, position=position, token=token, finish=finish)
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.asked)
+    @rule(prefill=st.sampled_from(PREFILLS), decode=st.sampled_from(DECODES), which=st.integers(0, 3))
+    def placed(self, prefill: WorkerRef, decode: WorkerRef, which: int) -> None:
+        """An answer to a question of now or of earlier, perhaps for the second time."""
+        job_id = self.asked[-1 - which % len(self.asked)].schedule.job_id
+        self.feed(Placed(placement=Placement(job_id=job_id, prefill=prefill, decode=decode, local_prefix_blocks=0)))
+
+    @precondition(lambda self: self.asked)
+    @rule(which=st.integers(0, 3), retry_after_s=st.floats(0, 100))
+    def refused(self, which: int, retry_after_s: float) -> None:
+        job_id = self.asked[-1 - which % len(self.asked)].schedule.job_id
+        n_asked, was_over = len(self.asked), self.core.is_over
+        error = Rejected("pool_full", unavailable=False, retry_after_s=retry_after_s)
+        self.feed(NotPlaced(job_id=job_id, error=error))
+        if len(self.asked) > n_asked:
+            assert self.asked[-1].after_s >= 0.05, "never hot"
+        elif not was_over and self.core.is_over:
+            assert len(self.started) == 0, "only one that never ran is refused"
+
+    @precondition(lambda self: self.started)
+    @rule(target=messages, which=st.integers(0, 3), ahead=st.integers(0, 5))
+    def drawn(self, which: int, ahead: int) -> FirstToken | TokenEntry:
+        job_id = list(self.started)[-1 - which % len(self.started)]
+        position = min(self.drawn_before(job_id) + ahead, len(self.text) - 1)
+        return self.token(job_id, position)
+
+    @precondition(lambda self: self.started)
+    @rule(target=messages)
+    def drawn_all(self) -> object:
+        """Everything that the current job draws: how requests finish at all."""
+        job_id = list(self.started)[-1]
+        return multiple(*(self.token(job_id, at) for at in range(self.drawn_before(job_id), len(self.text))))
+
+    @precondition(lambda self: self.started)
+    @rule(
+        target=messages,
+        which=st.integers(0, 3),
+        side=st.integers(0, 1),
+        code=st.sampled_from((*ROOM, *LOSSES, "invalid_request")),
+    )
+    def fails(self, which: int, side: int, code: str) -> JobFailed:
+        job_id = list(self.started)[-1 - which % len(self.started)]
+        placement = self.started[job_id].placement
+        worker = (placement.prefill, placement.decode)[side]
+        return JobFailed(
+            job_id=job_id,
+            instance_id=worker.instance_id,
+            code=code,
+            message="",
+            retryable=code != "invalid_request",
+        )
+
+    @rule(message=messages)
+    def arrives(self, message: FirstToken | TokenEntry | JobFailed) -> None:
+        before = self.core.job_id
+        self.feed(message)
+        if isinstance(message, JobFailed) and self.core.job_id != before:
+            self.rooms += message.code in ROOM
+            self.losses += message.code not in ROOM
+            if message.code in ROOM:
+                assert self.asked[-1].after_s >= 0.05, "never hot"
+
+    @precondition(lambda self: self.started)
+    @rule(which=st.integers(0, 3))
+    def accepted(self, which: int) -> None:
+        self.feed(JobsAccepted(job_id=list(self.started)[-1 - which % len(self.started)]))
+
+    @rule(worker=st.sampled_from(PREFILLS + DECODES))
+    def worker_lost(self, worker: WorkerRef) -> None:
+        before = self.core.job_id
+        self.feed(WorkerLost(instance_id=worker.instance_id))
+        if self.core.job_id != before:
+            self.losses += 1
+            assert worker.instance_id in self.asked[-1].schedule.avoid
+
+    @precondition(lambda self: self.started)
+    @rule()
+    def caller_left(self) -> None:
+        self.feed(CallerLeft())
+        assert self.core.is_over
+
+    @precondition(lambda self: self.started)
+    @rule()
+    def deadline_passed(self) -> None:
+        self.feed(DeadlinePassed())
+        assert self.core.is_over
+
+    # --- what holds ---------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def at_most_one_end(self) -> None:
+        assert self.ends <= 1
+        assert self.ends == 0 or self.core.is_over
+
+    @invariant()
+    def retries_are_bounded(self) -> None:
+        assert self.losses <= MAX_REPLACEMENTS
+        assert len(self.started) <= 1 + self.losses + self.rooms
+
+    @invariant()
+    def nothing_is_stranded(self) -> None:
+        """Open jobs are the current attempt's; after an end only those are left that end by themselves."""
+        assert {job_id for job_id, _ in self.open} <= {self.core.job_id}
+        if not self.core.is_over or not self.open:
+            return
+        assert self.out == self.text, "every end but a finished text cancels all"
+        by_decode = len(self.out) > self.drawn_before(self.core.job_id) + 1
+        assert by_decode or len(self.open) == 1, "the text ended with the first token: only prefill ends by itself"
+
+
+TestRequestCore = RequestMachine.TestCase
+TestRequestCore.settings = settings(stateful_step_count=40)

@@ -1,0 +1,69 @@
+"""The driver of request cores, over a conductor that answers nonsense: one request's trouble stays that request's."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from mooncake_mesh.errors import MooncakeError, PeerUnreachable, Rejected
+from mooncake_mesh.gateway.api import TokenRequest
+from mooncake_mesh.gateway.mesh import MeshClient
+from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, ModelCard, Role
+from mooncake_proto.errors import WireError
+from mooncake_proto.ids import Incarnation, InstanceId, NodeId, RequestId
+from mooncake_proto.serving import Sampling, Stopping
+
+CARD = ModelCard(name="m", fingerprint="f", dtype="float32", block_tokens=2, block_bytes=64, max_context_tokens=64)
+REQUEST = TokenRequest(
+    request_id=RequestId("req"),
+    model="m",
+    prompt=(1, 2, 3),
+    sampling=Sampling(),
+    stopping=Stopping(max_new_tokens=4),
+    deadline_s=60.0,
+)
+
+
+class RaisingConductor:
+    def __init__(self, error: MooncakeError) -> None:
+        self.error = error
+
+    async def call(self, *_: Any, **__: Any) -> None:
+        raise self.error
+
+
+def cluster() -> ClusterState:
+    member = Member(
+        role=Role.PREFILL,
+        instance_id=InstanceId("p0"),
+        node_id=NodeId("n0"),
+        incarnation=Incarnation("i"),
+        endpoint="ipc://p0",
+        model=CARD,
+    )
+    state = MemberState(member=member, health=Health.ALIVE, load=Load(), last_beat_s=0.0, takes_work=True)
+    return ClusterState(conductor=Incarnation("c"), revision=1, members=(state,))
+
+
+@pytest.mark.parametrize(
+    ("trouble", "expected"),
+    [
+        (WireError("answered Pong to Schedule"), WireError),
+        (PeerUnreachable("no conductor"), Rejected),
+    ],
+)
+def test_trouble_with_the_conductor_ends_the_request_and_not_the_gateway(
+    trouble: MooncakeError, expected: type[MooncakeError]
+) -> None:
+    async def scenario() -> None:
+        conductor = RaisingConductor(trouble)
+        async with asyncio.TaskGroup() as tasks:
+            mesh = MeshClient(cast(RpcClient, conductor), tasks, max_replacements=1)
+            mesh.heard(cluster())
+            for _ in range(2):
+                with pytest.raises(expected):
+                    await anext(mesh.generate(REQUEST))
+            mesh.close()
+
+    asyncio.run(scenario())

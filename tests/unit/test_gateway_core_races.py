@@ -1,0 +1,413 @@
+"""The life of a request at the gateway: each race as a list of events and the exact commands."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from mooncake_mesh.errors import Aborted, DeadlineExceeded, InvalidTransition, Rejected
+from mooncake_mesh.gateway.api import TokenEvent, TokenRequest
+from mooncake_mesh.gateway.core import (
+    _MOVES,
+    AskPlacement,
+    CallerLeft,
+    CancelAt,
+    DeadlinePassed,
+    Emit,
+    Fail,
+    JobsAccepted,
+    KeySpace,
+    NotPlaced,
+    Placed,
+    RequestCommand,
+    RequestCore,
+    RequestStage,
+    Started,
+    StartJobs,
+    WorkerLost,
+)
+from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
+from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, NodeId, RequestId, TransferId
+from mooncake_proto.serving import (
+    FinishReason,
+    FirstToken,
+    JobFailed,
+    Placement,
+    Sampling,
+    Stopping,
+    TokenEntry,
+    WorkerRef,
+)
+
+ROOT = BlockKey(b"r" * 16)
+PROMPT = (10, 11, 12, 13, 14)
+GREEDY = Sampling(temperature=0.0)
+
+
+def worker(name: str) -> WorkerRef:
+    return WorkerRef(
+        instance_id=InstanceId(name),
+        incarnation=Incarnation(f"{name}-1"),
+        endpoint=f"ipc://{name}",
+        node_id=NodeId(f"node-{name}"),
+        messenger_endpoint=f"ipc://m-{name}",
+    )
+
+
+P0, P1, D0, D1 = worker("p0"), worker("p1"), worker("d0"), worker("d1")
+
+
+def job(attempt: int) -> JobId:
+    return JobId(f"req.{attempt}")
+
+
+def placement(attempt: int, prefill: WorkerRef = P0, decode: WorkerRef = D0) -> Placement:
+    return Placement(job_id=job(attempt), prefill=prefill, decode=decode, local_prefix_blocks=0)
+
+
+def first(
+    attempt: int, position: int, token: int, *, finish: FinishReason | None = None, cached: int = 0
+) -> FirstToken:
+    return FirstToken(
+        job_id=job(attempt),
+        position=position,
+        token=token,
+        cached_tokens=cached,
+        prefill_s=0.1,
+        queue_s=0.0,
+        finish=finish,
+    )
+
+
+def entry(attempt: int, position: int, token: int, *, finish: FinishReason | None = None) -> TokenEntry:
+    return TokenEntry(job_id=job(attempt), position=position, token=token, finish=finish)
+
+
+def failed(attempt: int, who: WorkerRef, code: str = "slice_lost", *, retryable: bool = True) -> JobFailed:
+    return JobFailed(
+        job_id=job(attempt), instance_id=who.instance_id, code=code, message="it failed", retryable=retryable
+    )
+
+
+def core(*, max_new_tokens: int = 4, max_replacements: int = 2) -> RequestCore:
+    request = TokenRequest(
+        request_id=RequestId("req"),
+        model="m",
+        prompt=PROMPT,
+        sampling=GREEDY,
+        stopping=Stopping(max_new_tokens=max_new_tokens, stop_token_ids=(2,)),
+        deadline_s=60.0,
+    )
+    made = RequestCore(
+        request,
+        KeySpace(root=ROOT, block_tokens=2),
+        stream_endpoint="ipc://g",
+        max_replacements=max_replacements,
+        started_s=100.0,
+    )
+    assert [type(c) for c in made.handle(Started(), 100.0)] == [AskPlacement]
+    return made
+
+
+def running(attempt: int = 0, **options: int) -> RequestCore:
+    """A request whose jobs of attempt 0 are accepted."""
+    made = core(**options)
+    made.handle(Placed(placement=placement(attempt)), 100.0)
+    made.handle(JobsAccepted(job_id=job(attempt)), 100.0)
+    assert made.stage is RequestStage.PREFILLING
+    return made
+
+
+def asks(commands: list[RequestCommand]) -> list[tuple[JobId, float, tuple[str, ...]]]:
+    return [(c.schedule.job_id, c.after_s, c.schedule.avoid) for c in commands if isinstance(c, AskPlacement)]
+
+
+def cancels(commands: list[RequestCommand]) -> list[tuple[JobId, tuple[WorkerRef, ...]]]:
+    return [(c.job_id, c.workers) for c in commands if isinstance(c, CancelAt)]
+
+
+def emitted(commands: list[RequestCommand]) -> list[int]:
+    return [c.event.token for c in commands if isinstance(c, Emit)]
+
+
+# --- the straight way -------------------------------------------------------------------------------------------------
+
+
+def test_started_asks_for_a_place_with_the_chain_of_whole_blocks() -> None:
+    request = core()
+    [ask] = request.handle(Started(), 100.0)
+    assert isinstance(ask, AskPlacement)
+    assert (ask.after_s, ask.schedule.prompt_tokens, ask.schedule.max_new_tokens) == (0.0, 5, 4)
+    assert ask.schedule.keys == join_keys(chain(ROOT, token_bytes(PROMPT), 2))
+    assert len(ask.schedule.keys) == 2 * 16
+
+
+def test_a_placement_starts_both_jobs_with_what_is_left_of_the_deadline() -> None:
+    request = core()
+    [start] = request.handle(Placed(placement=placement(0)), 130.0)
+    assert isinstance(start, StartJobs)
+    assert start.decode is not None
+    assert start.prefill.decode == D0
+    assert start.prefill.deadline_s == start.decode.deadline_s == 30.0
+    assert start.prefill.transfer_id == start.decode.transfer_id == TransferId("req.0.kv")
+    assert start.prefill.tokens == start.decode.tokens == token_bytes(PROMPT)
+    assert (start.prefill.incarnation, start.decode.incarnation) == (P0.incarnation, D0.incarnation)
+    assert start.decode.key_root == ROOT
+    assert start.prefill.drawn_tokens == start.decode.drawn_tokens == 0
+
+
+def test_tokens_come_out_in_order_and_the_last_one_ends_it() -> None:
+    request = running()
+    assert request.handle(first(0, 0, 50, cached=4), 101.0) == [
+        Emit(event=TokenEvent(token=50, cached_tokens=4)),
+    ]
+    assert request.stage is RequestStage.DECODING
+    assert request.handle(entry(0, 1, 51), 101.0) == [Emit(event=TokenEvent(token=51))]
+    end = entry(0, 2, 2, finish=FinishReason.STOP)
+    assert request.handle(end, 101.0) == [Emit(event=TokenEvent(token=2, finish=FinishReason.STOP))]
+    assert request.is_over
+    assert request.handle(end, 101.0) == []
+    assert request.handle(CallerLeft(), 101.0) == []
+
+
+def test_the_first_token_may_overtake_the_acceptance() -> None:
+    request = core()
+    request.handle(Placed(placement=placement(0)), 100.0)
+    assert emitted(request.handle(first(0, 0, 50), 100.0)) == [50]
+    assert request.handle(JobsAccepted(job_id=job(0)), 100.0) == []
+    assert request.stage is RequestStage.DECODING
+
+
+def test_tokens_that_overtake_wait_and_repeated_ones_change_nothing() -> None:
+    request = running()
+    assert request.handle(entry(0, 2, 52), 101.0) == []
+    assert request.handle(entry(0, 1, 51), 101.0) == []
+    assert emitted(request.handle(first(0, 0, 50), 101.0)) == [50, 51, 52]
+    for late in (first(0, 0, 50), entry(0, 1, 51), entry(0, 2, 52)):
+        assert request.handle(late, 101.0) == []
+    assert emitted(request.handle(entry(0, 3, 53, finish=FinishReason.LENGTH), 101.0)) == [53]
+    assert request.stage is RequestStage.FINISHED
+
+
+def test_nothing_follows_the_last_token_even_if_it_waited() -> None:
+    request = running()
+    request.handle(entry(0, 2, 99), 101.0)
+    request.handle(entry(0, 1, 2, finish=FinishReason.STOP), 101.0)
+    assert emitted(request.handle(first(0, 0, 50), 101.0)) == [50, 2]
+
+
+# --- one token --------------------------------------------------------------------------------------------------------
+
+
+def test_one_token_needs_no_decode_job_and_nothing_to_cancel() -> None:
+    request = core(max_new_tokens=1)
+    [start] = request.handle(Placed(placement=placement(0)), 100.0)
+    assert isinstance(start, StartJobs)
+    assert (start.decode, start.prefill.decode) == (None, None)
+    assert request.handle(WorkerLost(instance_id=D0.instance_id), 100.0) == [], "nothing runs there"
+    done = request.handle(first(0, 0, 50, finish=FinishReason.LENGTH), 101.0)
+    assert done == [Emit(event=TokenEvent(token=50, finish=FinishReason.LENGTH, cached_tokens=0))]
+
+
+def test_an_end_on_the_first_token_cancels_the_decode_job_that_waits() -> None:
+    request = running()
+    commands = request.handle(first(0, 0, 2, finish=FinishReason.STOP), 101.0)
+    assert emitted(commands) == [2]
+    assert cancels(commands) == [(job(0), (D0,))]
+    assert request.stage is RequestStage.FINISHED
+
+
+def test_a_single_token_that_is_left_after_a_loss_needs_no_decode_job() -> None:
+    request = running(max_new_tokens=3)
+    request.handle(first(0, 0, 50), 101.0)
+    request.handle(entry(0, 1, 51), 101.0)
+    [cancel, ask] = request.handle(WorkerLost(instance_id=D0.instance_id), 101.0)
+    assert cancels([cancel]) == [(job(0), (P0, D0))]
+    assert isinstance(ask, AskPlacement)
+    assert (ask.schedule.prompt_tokens, ask.schedule.max_new_tokens) == (7, 1)
+    [start] = request.handle(Placed(placement=placement(1, decode=D1)), 101.0)
+    assert isinstance(start, StartJobs)
+    assert start.decode is None
+    assert (start.prefill.tokens, start.prefill.drawn_tokens) == (token_bytes((*PROMPT, 50, 51)), 2)
+    assert emitted(request.handle(first(1, 2, 52, finish=FinishReason.LENGTH), 101.0)) == [52]
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_worker_is_avoided_and_the_text_goes_on() -> None:
+    request = running()
+    request.handle(first(0, 0, 50), 101.0)
+    commands = request.handle(WorkerLost(instance_id=D0.instance_id), 101.0)
+    assert cancels(commands) == [(job(0), (P0, D0))]
+    assert asks(commands) == [(job(1), 0.0, ("d0",))]
+    assert request.handle(entry(0, 1, 51), 101.0) == [], "a late word of the earlier job"
+    assert request.handle(failed(0, D0), 101.0) == []
+    assert request.handle(JobsAccepted(job_id=job(0)), 101.0) == []
+    [start] = request.handle(Placed(placement=placement(1, decode=D1)), 101.0)
+    assert isinstance(start, StartJobs)
+    assert start.prefill.tokens == token_bytes((*PROMPT, 50))
+    assert start.prefill.drawn_tokens == 1
+    assert emitted(request.handle(first(1, 1, 51), 101.0)) == [51]
+
+
+def test_the_prefill_worker_matters_until_decoding_shows_that_its_kv_has_landed() -> None:
+    request = running()
+    request.handle(first(0, 0, 50), 101.0)
+    commands = request.handle(WorkerLost(instance_id=P0.instance_id), 101.0)
+    assert asks(commands) == [(job(1), 0.0, ("p0",))], "the first token came, but perhaps not all of the KV"
+    request.handle(Placed(placement=placement(1, P1)), 101.0)
+    request.handle(first(1, 1, 51), 101.0)
+    request.handle(entry(1, 2, 52), 101.0)
+    assert request.handle(WorkerLost(instance_id=P1.instance_id), 101.0) == []
+    assert request.stage is RequestStage.DECODING
+
+
+def test_a_loss_elsewhere_or_before_a_placement_means_nothing() -> None:
+    request = core()
+    assert request.handle(WorkerLost(instance_id=P0.instance_id), 100.0) == []
+    request.handle(Placed(placement=placement(0)), 100.0)
+    assert request.handle(WorkerLost(instance_id=P1.instance_id), 100.0) == []
+    request.handle(WorkerLost(instance_id=P0.instance_id), 100.0)
+    request.handle(Placed(placement=placement(1, P1, D1)), 100.0)
+    assert request.handle(WorkerLost(instance_id=P0.instance_id), 100.0) == [], "a worker of the attempt before"
+
+
+def test_both_workers_report_the_same_failure_once() -> None:
+    request = running()
+    assert asks(request.handle(failed(0, D0), 101.0)) == [(job(1), 0.0, ("d0",))]
+    assert request.handle(failed(0, P0), 101.0) == []
+    assert request.handle(failed(0, D0), 101.0) == []
+
+
+def test_no_failure_of_a_job_that_is_not_placed_yet() -> None:
+    request = running()
+    request.handle(failed(0, D0), 101.0)
+    assert request.handle(failed(1, D0), 101.0) == []
+    assert request.handle(first(1, 0, 50), 101.0) == []
+    assert request.stage is RequestStage.PLACING
+
+
+def test_a_failure_that_no_retry_mends_ends_the_request_everywhere() -> None:
+    request = running()
+    commands = request.handle(failed(0, P0, "invalid_request", retryable=False), 101.0)
+    assert cancels(commands) == [(job(0), (P0, D0))]
+    [fail] = [c for c in commands if isinstance(c, Fail)]
+    assert (fail.error.code, fail.error.retryable) == ("invalid_request", False)
+    assert "p0" in str(fail.error)
+    assert request.stage is RequestStage.FAILED
+
+
+def test_losses_are_counted_and_bounded() -> None:
+    request = running(max_replacements=2)
+    for attempt in (0, 1):
+        request.handle(failed(attempt, D0), 101.0)
+        request.handle(Placed(placement=placement(attempt + 1)), 101.0)
+    commands = request.handle(failed(2, D0), 101.0)
+    assert [type(c) for c in commands] == [CancelAt, Fail]
+    assert cancels(commands) == [(job(2), (P0, D0))]
+    assert request.is_over
+
+
+@pytest.mark.parametrize("code", ["no_free_blocks", "rejected", "overloaded", "draining"])
+def test_want_of_room_is_no_loss_names_no_culprit_and_waits_longer_each_time(code: str) -> None:
+    request = running(max_replacements=0)
+    pauses = []
+    for attempt in range(8):
+        [(job_id, pause_s, avoid)] = asks(request.handle(failed(attempt, D0, code), 101.0))
+        assert (job_id, avoid) == (job(attempt + 1), ())
+        pauses.append(pause_s)
+        request.handle(Placed(placement=placement(attempt + 1)), 101.0)
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
+    request.handle(first(8, 0, 50), 101.0)
+    assert [p for _, p, _ in asks(request.handle(failed(8, D0, code), 101.0))] == [0.05], "it got on in between"
+
+
+def test_cached_tokens_are_told_with_the_first_token_whichever_job_brings_it() -> None:
+    request = running()
+    request.handle(failed(0, P0), 101.0)
+    request.handle(Placed(placement=placement(1, P1)), 101.0)
+    [emit] = request.handle(first(1, 0, 50, cached=2), 101.0)
+    assert isinstance(emit, Emit)
+    assert emit.event.cached_tokens == 2
+    request.handle(failed(1, P1), 101.0)
+    request.handle(Placed(placement=placement(2, P0)), 101.0)
+    [emit] = request.handle(first(2, 1, 51, cached=4), 101.0)
+    assert isinstance(emit, Emit)
+    assert emit.event.cached_tokens is None
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_at_first_is_the_answer() -> None:
+    request = core()
+    refusal = Rejected("no_worker", unavailable=True, retry_after_s=1.0)
+    assert request.handle(NotPlaced(job_id=job(0), error=refusal), 100.0) == [Fail(error=refusal)]
+
+
+@pytest.mark.parametrize(("retry_after_s", "pause_s"), [(0.0, 0.05), (0.3, 0.3), (9.0, 1.0)])
+def test_a_refusal_after_a_loss_waits_for_its_turn_never_hot_never_long(retry_after_s: float, pause_s: float) -> None:
+    request = running()
+    request.handle(failed(0, D0), 101.0)
+    refusal = Rejected("pool_full", unavailable=False, retry_after_s=retry_after_s)
+    commands = request.handle(NotPlaced(job_id=job(1), error=refusal), 101.0)
+    assert asks(commands) == [(job(1), pause_s, ("d0",))]
+    again = request.handle(NotPlaced(job_id=job(1), error=Aborted("conductor's fault")), 101.0)
+    assert asks(again) == [(job(1), 0.1, ("d0",))]
+
+
+def test_an_answer_that_comes_twice_or_late_is_ignored() -> None:
+    request = running()
+    refusal = Rejected("pool_full", unavailable=False, retry_after_s=1.0)
+    assert request.handle(NotPlaced(job_id=job(0), error=refusal), 101.0) == []
+    assert request.handle(Placed(placement=placement(0)), 101.0) == []
+    request.handle(failed(0, D0), 101.0)
+    assert request.handle(Placed(placement=placement(0, P1, D1)), 101.0) == []
+    assert request.stage is RequestStage.PLACING
+
+
+# --- ends from outside ------------------------------------------------------------------------------------------------
+
+
+def test_a_caller_who_leaves_before_a_placement_leaves_nothing() -> None:
+    request = core()
+    assert request.handle(CallerLeft(), 100.0) == []
+    assert request.stage is RequestStage.CANCELLED
+    assert request.handle(Placed(placement=placement(0)), 100.0) == []
+
+
+def test_a_caller_who_leaves_while_a_pause_runs_leaves_nothing() -> None:
+    request = running()
+    request.handle(failed(0, D0, "no_free_blocks"), 101.0)
+    assert request.handle(CallerLeft(), 101.0) == [], "the jobs of attempt 0 were cancelled before"
+    assert request.handle(Placed(placement=placement(1)), 101.0) == []
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 4])
+def test_the_end_from_outside_cancels_what_was_started(max_new_tokens: int) -> None:
+    started = (P0,) if max_new_tokens == 1 else (P0, D0)
+    left = running(max_new_tokens=max_new_tokens)
+    commands = left.handle(CallerLeft(), 101.0)
+    assert commands == [CancelAt(job_id=job(0), workers=started, reason="the caller left")]
+    late = running(max_new_tokens=max_new_tokens)
+    [cancel, fail] = late.handle(DeadlinePassed(), 160.0)
+    assert cancels([cancel]) == [(job(0), started)]
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, DeadlineExceeded)
+
+
+# --- moves ------------------------------------------------------------------------------------------------------------
+
+
+def _pairs() -> Iterator[tuple[RequestStage, RequestStage]]:
+    return ((old, new) for old in RequestStage for new in RequestStage if (old, new) not in _MOVES)
+
+
+@pytest.mark.parametrize(("old", "new"), list(_pairs()))
+def test_every_other_move_is_refused_and_changes_nothing(old: RequestStage, new: RequestStage) -> None:
+    request = core()
+    request.stage = old
+    with pytest.raises(InvalidTransition) as caught:
+        request._move(new)
+    assert (caught.value.old, caught.value.new) == (old.value, new.value)
+    assert request.stage is old
