@@ -1,4 +1,4 @@
-"""The block pool against a naive model that recounts everything at each step."""
+"""The block pool, under each eviction policy, against a naive model that recounts everything at each step."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mooncake_mesh.errors import InvalidTransition
 from mooncake_mesh.kv.block_pool import BlockPool, BlockState, Duplicate, NoRoom, Renewal, Sealed
-from mooncake_mesh.kv.eviction import LruEviction
+from mooncake_mesh.kv.eviction import EvictionKind, eviction_policy
 from mooncake_proto.ids import BlockId, BlockKey
 from mooncake_proto.kvcache import KvChange
 
@@ -33,6 +33,8 @@ class Naive:
     owner: dict[BlockId, str] = field(default_factory=dict)
     writes: dict[BlockId, int] = field(default_factory=dict)
     given_up: dict[BlockId, int] = field(default_factory=dict)
+    uses: dict[BlockId, int] = field(default_factory=dict)
+    depth: dict[BlockId, int] = field(default_factory=dict)
     held: dict[str, list[BlockId]] = field(default_factory=dict)
     lease: dict[str, float] = field(default_factory=dict)
     generation: dict[BlockId, int] = field(default_factory=dict)
@@ -47,31 +49,51 @@ class Naive:
         return [BlockId(b) for b in range(N_BLOCKS) if b not in used]
 
     def victims(self) -> list[BlockId]:
+        """In the order of LRU."""
         return sorted((b for b in self.key if not self.referenced(b)), key=lambda b: self.given_up[b])
+
+    def hold(self, holder: str, block: BlockId) -> None:
+        if block not in self.held.get(holder, []):
+            self.held.setdefault(holder, []).append(block)
+            self.uses[block] += 1
 
     def release(self, holder: str) -> None:
         self.lease.pop(holder, None)
-        for block in reversed(self.held.pop(holder, [])):
+        for depth, block in reversed(list(enumerate(self.held.pop(holder, [])))):
             self.ticks += 1
             self.given_up[block] = self.ticks
+            self.depth[block] = max(depth, self.depth.get(block, 0))
             if block in self.owner:
                 del self.owner[block]
                 self.generation[block] += 1
 
 
 class PoolMachine(RuleBasedStateMachine):
+    kind = EvictionKind.LRU
+
     def __init__(self) -> None:
         super().__init__()
-        self.eviction = LruEviction()
+        self.eviction = eviction_policy(self.kind)
         self.pool = BlockPool(N_BLOCKS, eviction=self.eviction)
         self.model = Naive(generation=dict.fromkeys(map(BlockId, range(N_BLOCKS)), 0))
         self.now_s = 0.0
+
+    def victims(self) -> list[BlockId]:
+        """What the policy's words say the order is."""
+        model, candidates = self.model, self.model.victims()
+        match self.kind:
+            case EvictionKind.LRU:
+                return candidates
+            case EvictionKind.LFU:
+                return sorted(candidates, key=lambda b: model.uses[b])
+            case EvictionKind.LENGTH_AWARE:
+                return sorted(candidates, key=lambda b: (model.uses[b], -model.depth[b]))
 
     # --- legal and illegal moves alike: the model says which it is ----------------------------------------------------
 
     @rule(holder=holders, n=st.integers(0, N_BLOCKS + 1), lease=leases)
     def reserve(self, holder: str, n: int, lease: float | None) -> None:
-        free, victims = self.model.free(), self.model.victims()
+        free, victims = self.model.free(), self.victims()
         got = self.pool.reserve(holder, n, lease_until_s=None if lease is None else self.now_s + lease)
         if n > len(free) + len(victims):
             assert got == NoRoom(wanted_blocks=n, available_blocks=len(free) + len(victims))
@@ -102,8 +124,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert matched == expected
         self.pool.hold(holder, matched, lease_until_s=None if lease is None else self.now_s + lease)
         for block in matched:
-            if block not in self.model.held.get(holder, []):
-                self.model.held.setdefault(holder, []).append(block)
+            self.model.hold(holder, block)
         self._lease(holder, lease)
 
     @rule(holder=holders, block=blocks)
@@ -113,8 +134,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.hold(holder, [*self.model.key, block])
             return
         self.pool.hold(holder, [block])
-        if block not in self.model.held.get(holder, []):
-            self.model.held.setdefault(holder, []).append(block)
+        self.model.hold(holder, block)
 
     @rule(holder=holders, block=blocks, key=keys)
     def seal(self, holder: str, block: BlockId, key: BlockKey) -> None:
@@ -129,6 +149,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert outcome == Sealed(block=block)
         self.model.key[block] = key
+        self.model.uses[block], self.model.depth[block] = 1, 0
         del self.model.owner[block]
 
     @rule(holder=holders, key=keys)
@@ -186,7 +207,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_invariants()
         assert self.pool.free_blocks == len(self.model.free())
         assert self.pool.sealed_blocks == len(self.model.key)
-        assert self.eviction.order() == self.model.victims(), "in the order of eviction"
+        assert self.eviction.order() == self.victims(), "in the order of eviction"
         assert self.pool.evictable_blocks == len(self.model.victims())
         assert set(self.pool.keys()) == set(self.model.key.values())
         for holder in HOLDERS:
@@ -215,5 +236,16 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.model.index == set(self.pool.keys())
 
 
+class LfuMachine(PoolMachine):
+    kind = EvictionKind.LFU
+
+
+class LengthAwareMachine(PoolMachine):
+    kind = EvictionKind.LENGTH_AWARE
+
+
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(deadline=None)
+TestLfuMachine = LfuMachine.TestCase
+TestLengthAwareMachine = LengthAwareMachine.TestCase
+for case in (TestPoolMachine, TestLfuMachine, TestLengthAwareMachine):
+    case.settings = settings(deadline=None)

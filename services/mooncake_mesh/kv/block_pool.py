@@ -25,11 +25,11 @@ evicts. A refused operation leaves the pool as it was.
 import enum
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from mooncake_mesh.errors import InvalidTransition, InvariantViolated
-from mooncake_mesh.kv.eviction import EvictionPolicy, LruEviction
+from mooncake_mesh.kv.eviction import BlockHistory, EvictionPolicy, LruEviction
 from mooncake_mesh.kv.leases import LeaseTable
 from mooncake_proto.ids import BlockId, BlockKey
 from mooncake_proto.kvcache import KvChange
@@ -101,6 +101,7 @@ class _Block:
     references: int = 0
     writers: int = 0
     key: BlockKey | None = None
+    history: BlockHistory = field(default_factory=BlockHistory)
 
 
 class BlockPool:
@@ -176,6 +177,14 @@ class BlockPool:
         """All sealed keys, oldest first (a copy). Together with an empty event list this is a consistent snapshot."""
         return list(self._sealed)
 
+    def key(self, block: BlockId) -> BlockKey | None:
+        """The key that *block* is sealed under, if it is."""
+        return self._get(block).key
+
+    def coldest(self, n: int) -> list[BlockId]:
+        """The next *n* victims of ``reserve``, or all there are, in order. Changes nothing; O(evictable)."""
+        return self._evictable.order()[: max(n, 0)]
+
     # --- holding ------------------------------------------------------------------------------------------------------
 
     def hold(self, holder: str, blocks: Sequence[BlockId], *, lease_until_s: float | None = None) -> None:
@@ -193,6 +202,7 @@ class BlockPool:
                 if record.references == 0:
                     self._evictable.remove(block)
                 record.references += 1
+                record.history.uses += 1
                 mine[block] = None
         self._keep(holder, mine, lease_until_s)
 
@@ -228,6 +238,7 @@ class BlockPool:
             return Duplicate(block=block, other=other)
         self._move(block, BlockState.SEALED)
         record.key = key
+        record.history = BlockHistory(uses=1)
         self._sealed[key] = block
         self._events.append(PoolEvent(change=KvChange.STORED, key=key))
         return Sealed(block=block)
@@ -239,17 +250,28 @@ class BlockPool:
         what remains of it can still be matched.
         """
         self._leases.end(holder)
-        for block in reversed(self._held.pop(holder, {})):
+        mine = self._held.pop(holder, {})
+        for depth, block in zip(reversed(range(len(mine))), reversed(mine), strict=True):
             record = self._blocks[block]
             record.references -= 1
             if record.state is BlockState.SEALED:
+                record.history.depth = max(record.history.depth, depth)
                 if record.references == 0:
-                    self._evictable.insert(block)
+                    self._evictable.insert(block, record.history)
             elif record.writers:
                 record.generation += 1
                 self._move(block, BlockState.DRAINING)
             else:
                 self._become_free(block)
+
+    def evict(self, block: BlockId) -> bool:
+        """Free *block* if it is evictable; whether it was."""
+        record = self._get(block)
+        if record.state is not BlockState.SEALED or record.references:
+            return False
+        self._evictable.remove(block)
+        self._unseal(block)
+        return True
 
     # --- leases -------------------------------------------------------------------------------------------------------
 
@@ -347,7 +369,10 @@ class BlockPool:
         self._free.append(block)
 
     def _evict_one(self) -> None:
-        block = self._evictable.evict()
+        self._unseal(self._evictable.evict())
+
+    def _unseal(self, block: BlockId) -> None:
+        """Free a block that was sealed and is no candidate for eviction any more."""
         record = self._blocks[block]
         assert record.key is not None
         del self._sealed[record.key]

@@ -2,18 +2,46 @@
 
 A policy holds only the candidates: sealed blocks that nobody references. The pool inserts a block when its last
 reference goes and removes it when it is referenced again, so a policy never has to ask whether a victim is in use.
+
+The blocks of a chain are inserted deepest first: of blocks that a policy ranks alike, the leaf goes before the root,
+and what remains of the chain can still be matched.
 """
 
+import enum
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from mooncake_proto.ids import BlockId
 
 
+class EvictionKind(enum.Enum):
+    """The policies, as they are named in the configuration."""
+
+    LRU = "lru"
+    LFU = "lfu"
+    LENGTH_AWARE = "length_aware"
+
+
+@dataclass(slots=True)
+class BlockHistory:
+    """What the pool knows of a sealed block. The pool writes it, a policy only reads it.
+
+    ``uses`` counts the holders since the block was sealed, the one that wrote it included. ``depth`` is the 0-based
+    place of the block in its chain, as far as a holder has shown it (one that holds a chain from its middle on shows
+    less).
+    """
+
+    uses: int = 0
+    depth: int = 0
+
+
 class EvictionPolicy(Protocol):
     """Order of eviction over the candidates. Every method but :meth:`order` is O(1) or O(log n)."""
 
-    def insert(self, block: BlockId) -> None:
+    def insert(self, block: BlockId, history: BlockHistory) -> None:
         """*block* was just used for the last time so far, and may be evicted from now on."""
 
     def remove(self, block: BlockId) -> None:
@@ -35,7 +63,7 @@ class LruEviction:
         # An OrderedDict, since taking the first key of a plain dict again and again is quadratic.
         self._candidates: OrderedDict[BlockId, None] = OrderedDict()
 
-    def insert(self, block: BlockId) -> None:
+    def insert(self, block: BlockId, history: BlockHistory) -> None:
         self._candidates[block] = None
 
     def remove(self, block: BlockId) -> None:
@@ -49,3 +77,82 @@ class LruEviction:
 
     def __len__(self) -> int:
         return len(self._candidates)
+
+
+Rank = tuple[int, ...]
+
+
+class RankedEviction:
+    """The candidate of least rank first; of equal ranks, the least recently used.
+
+    A list per rank in use, and a heap of ranks: O(log r) for r ranks.
+    """
+
+    def __init__(self, rank: Callable[[BlockHistory], Rank]) -> None:
+        """*rank* is asked once for each insertion."""
+        self._rank = rank
+        self._lists: dict[Rank, OrderedDict[BlockId, None]] = {}
+        self._heap: list[Rank] = []  # every rank that has a list, and some that had one
+        self._rank_of: dict[BlockId, Rank] = {}
+
+    def insert(self, block: BlockId, history: BlockHistory) -> None:
+        rank = self._rank(history)
+        candidates = self._lists.get(rank)
+        if candidates is None:
+            candidates = self._lists[rank] = OrderedDict()
+            self._push(rank)
+        candidates[block] = None
+        self._rank_of[block] = rank
+
+    def remove(self, block: BlockId) -> None:
+        rank = self._rank_of.pop(block)
+        candidates = self._lists[rank]
+        del candidates[block]
+        if not candidates:
+            del self._lists[rank]
+
+    def evict(self) -> BlockId:
+        while self._heap[0] not in self._lists:
+            heappop(self._heap)
+        block = next(iter(self._lists[self._heap[0]]))
+        self.remove(block)
+        return block
+
+    def order(self) -> list[BlockId]:
+        return [block for rank in sorted(self._lists) for block in self._lists[rank]]
+
+    def __len__(self) -> int:
+        return len(self._rank_of)
+
+    def _push(self, rank: Rank) -> None:
+        # A root that is used again and again leaves a rank behind each time.
+        if len(self._heap) > 2 * len(self._lists) + 16:
+            self._heap = list(self._lists)
+            heapify(self._heap)
+        else:
+            heappush(self._heap, rank)
+
+
+def lfu_eviction() -> EvictionPolicy:
+    """Least often used first. Uses are counted while a block is cached and forgotten with it."""
+    return RankedEviction(lambda history: (history.uses,))
+
+
+def length_aware_eviction() -> EvictionPolicy:
+    """LFU that gives up the later blocks of requests first among those used equally often.
+
+    The arXiv paper's LengthAwareCache is "similar to LFU but prioritises blocks that occur later in requests". It does
+    not say whether that is to keep or to evict them; only the second keeps chains matchable from their roots.
+    """
+    return RankedEviction(lambda history: (history.uses, -history.depth))
+
+
+def eviction_policy(kind: EvictionKind) -> EvictionPolicy:
+    """An empty policy of *kind*."""
+    match kind:
+        case EvictionKind.LRU:
+            return LruEviction()
+        case EvictionKind.LFU:
+            return lfu_eviction()
+        case EvictionKind.LENGTH_AWARE:
+            return length_aware_eviction()
