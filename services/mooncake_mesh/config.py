@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from mooncake_mesh.config_checks import above_zero, at_least, bound, connected, ids, listening, whole_blocks, words
+from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.layout import KvDtype
 
 MiB: Final = 1 << 20
@@ -158,6 +159,7 @@ class MessengerConfig:
         default_factory=default_run_dir
     )
     arena_bytes: Annotated[int, "memory for KVCache blocks"] = 1 * GiB
+    eviction: Annotated[EvictionKind, "which unused block goes first when room is needed"] = EvictionKind.LRU
     transport: Annotated[TransportKind, "shm, tcp, or auto: shm on one host, else tcp"] = TransportKind.AUTO
     data_host: Annotated[str, "address of the TCP transport"] = "127.0.0.1"
     data_port: Annotated[int, "port of the TCP transport; 0 takes a free one"] = 0

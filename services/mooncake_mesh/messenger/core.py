@@ -12,6 +12,7 @@ from typing import Final
 from mooncake_mesh.errors import InvalidRequest, NoFreeBlocks, SliceLost, TransferError
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.kv.block_pool import BlockPool, NoRoom, Sealed
+from mooncake_mesh.kv.eviction import EvictionKind, eviction_policy
 from mooncake_mesh.messenger.landing import Landing, LandingState
 from mooncake_mesh.messenger.sending import Outbound
 from mooncake_proto.ids import BlockId, BlockKey, Incarnation, InstanceId, JobId, TransferId
@@ -33,8 +34,8 @@ class _Job:
 class MessengerCore:
     """Jobs, landings and outbound transfers over one pool. Called from one thread; keeps no clock."""
 
-    def __init__(self, *, n_blocks: int, block_bytes: int) -> None:
-        self.pool = BlockPool(n_blocks)
+    def __init__(self, *, n_blocks: int, block_bytes: int, eviction: EvictionKind = EvictionKind.LRU) -> None:
+        self.pool = BlockPool(n_blocks, eviction=eviction_policy(eviction))
         self.block_bytes = block_bytes
         self._jobs: dict[JobId, _Job] = {}
         self._landings: dict[TransferId, Landing] = {}

@@ -193,8 +193,10 @@ class MessengerService:
         return self._info(core)
 
     def _cut_arena(self, block_bytes: int) -> None:
-        core = MessengerCore(n_blocks=self._config.arena_bytes // block_bytes, block_bytes=block_bytes)
-        config, info = self._config, self._info(core)
+        config = self._config
+        n_blocks = config.arena_bytes // block_bytes
+        core = MessengerCore(n_blocks=n_blocks, block_bytes=block_bytes, eviction=config.eviction)
+        info = self._info(core)
         view = self._arena.view
         receiver = Receiver(
             core, view, info, self._sources, self._threads, transport=config.transport, data_host=config.data_host
