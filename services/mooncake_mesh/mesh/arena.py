@@ -90,45 +90,58 @@ class ArenaServer:
         self._on_gone = on_gone
 
     async def run(self) -> None:
-        """Serve until cancelled; the socket file is removed at the end."""
+        """Serve until cancelled; then the socket file is removed, unless the next owner has put its own there."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        listener.bind(os.fspath(self.path))
-        os.chmod(self.path, 0o600)
-        listener.listen(64)
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while True:
-                    connection, _ = await loop.sock_accept(listener)
-                    tasks.create_task(self._serve(connection))
-        finally:
-            listener.close()
-            self.path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
+            listener.bind(os.fspath(self.path))
+            os.chmod(self.path, 0o600)
+            inode = self.path.stat().st_ino
+            listener.listen(64)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    while True:
+                        connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+                        tasks.create_task(self._serve(connection))
+            finally:
+                if self.path.exists() and self.path.stat().st_ino == inode:
+                    self.path.unlink()
 
     async def _serve(self, connection: socket.socket) -> None:
-        holder: Holder | None = None
+        """Serve one process. It is reported gone when the kernel closed its end, not when we stop serving it."""
+        with connection:
+            holder = await self._welcome(connection)
+            if holder is not None:
+                await _until_closed(connection)
+                self._on_gone(holder)
+
+    async def _welcome(self, connection: socket.socket) -> Holder | None:
+        """Hand the arena over. None when the process was refused or did not take it."""
         loop = asyncio.get_running_loop()
         try:
             connection.setblocking(False)
             if _peer_uid(connection) != os.getuid():
                 log.warning("arena_refused", reason="another user")
-                return
+                return None
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 hello = await loop.sock_recv(connection, _HELLO.size)
             if len(hello) != _HELLO.size:
                 log.warning("arena_refused", reason="bad hello")
-                return
-            holder = _holder(hello)
+                return None
             socket.send_fds(connection, [_WELCOME.pack(self._owner.encode(), self._arena.size_bytes)], [self._arena.fd])
-            await loop.sock_recv(connection, 1)
         except (OSError, TimeoutError) as error:
-            log.info("arena_connection_ended", error=str(error))
-        finally:
-            connection.close()
-            if holder is not None:
-                self._on_gone(holder)
+            log.info("arena_refused", reason=str(error) or "no hello")
+            return None
+        return _holder(hello)
+
+
+async def _until_closed(connection: socket.socket) -> None:
+    """Wait for the end of the other process' hold. Bytes from it mean nothing: it is alive."""
+    try:
+        while await asyncio.get_running_loop().sock_recv(connection, _HELLO.size):
+            continue
+    except OSError as error:
+        log.info("arena_connection_ended", error=str(error))
 
 
 def _peer_uid(connection: socket.socket) -> int:
@@ -187,19 +200,24 @@ async def _borrow(path: str, me: Holder, protection: int) -> BorrowedArena:
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
             await loop.sock_connect(connection, path)
             await loop.sock_sendall(connection, _HELLO.pack(me.instance_id.encode()[:64], me.incarnation.encode()))
-            data, fds = await _receive_fd(connection)
+            data, fd = await _receive_fd(connection)
+            if len(data) != _WELCOME.size or fd is None:
+                raise PeerUnreachable(f"arena socket {path}: refused")
     except (OSError, TimeoutError) as error:
         connection.close()
         raise PeerUnreachable(f"arena socket {path}: {error or 'no answer'}") from error
-    if len(data) != _WELCOME.size or len(fds) != 1:
+    except BaseException:
         connection.close()
-        raise PeerUnreachable(f"arena socket {path}: refused")
+        raise
     owner, size_bytes = _WELCOME.unpack(data)
-    return BorrowedArena(Arena(fds[0], size_bytes, protection=protection), connection, Incarnation(owner.decode()))
+    return BorrowedArena(Arena(fd, size_bytes, protection=protection), connection, Incarnation(owner.decode()))
 
 
-async def _receive_fd(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """Wait until *connection* is readable, then take the message and its descriptor in one system call."""
+async def _receive_fd(connection: socket.socket) -> tuple[bytes, int | None]:
+    """Wait until *connection* is readable, then take the message and its descriptor in one system call.
+
+    The descriptor is not inherited by programs that this process starts: they would keep the arena alive.
+    """
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
     loop.add_reader(connection, lambda: None if readable.done() else readable.set_result(None))
@@ -208,4 +226,6 @@ async def _receive_fd(connection: socket.socket) -> tuple[bytes, list[int]]:
     finally:
         loop.remove_reader(connection)
     data, fds, _, _ = socket.recv_fds(connection, _WELCOME.size, 1)
-    return data, list(fds)
+    for fd in fds:
+        os.set_inheritable(fd, False)  # recv_fds drops the flag that would do it
+    return data, fds[0] if fds else None

@@ -51,6 +51,7 @@ class Membership:
         self._on_registered = on_registered
         self._on_cluster = on_cluster
         self._states: sockets.Channel | None = None
+        self._states_endpoint = ""
         self._beat_now = asyncio.Event()
         self.registered = asyncio.Event()
 
@@ -84,12 +85,21 @@ class Membership:
     async def _register(self) -> Registered:
         reply = await self._conductor.call(Register(member=self._member), Registered, timeout_s=_CALL_TIMEOUT_S)
         log.info("registered", conductor=reply.conductor)
-        if self._on_cluster is not None and self._states is None:
-            self._states = sockets.subscriber(reply.publish_endpoint, self._hear)
+        if self._on_cluster is not None:
+            self._subscribe(reply.publish_endpoint)
         if self._on_registered is not None:
             await self._on_registered()
         self.registered.set()
         return reply
+
+    def _subscribe(self, endpoint: str) -> None:
+        """Hear the states published at *endpoint*, which a restarted conductor may have moved."""
+        if endpoint == self._states_endpoint:
+            return
+        if self._states is not None:
+            self._states.close()
+        self._states = sockets.subscriber(endpoint, self._hear)
+        self._states_endpoint = endpoint
 
     async def _beat(self, registered: Registered) -> None:
         while True:
