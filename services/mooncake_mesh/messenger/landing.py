@@ -105,6 +105,11 @@ class Landing:
             self._end(destination, pool)
         self.fail(why)
 
+    def withdrawn(self, destinations: Sequence[Destination], pool: BlockPool) -> None:
+        """The path broke under *destinations*: they are still missing, and may come again by another."""
+        for destination in destinations:
+            self._end(destination, pool)
+
     def shorten(self, n_blocks: int) -> None:
         """The sender has only logical blocks below *n_blocks*; no more is waited for. May complete the landing."""
         self.slots = tuple(slot for slot in self.slots if slot.logical < n_blocks)

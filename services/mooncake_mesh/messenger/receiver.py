@@ -14,8 +14,8 @@ from mooncake_mesh.mesh.arena import BorrowedArena
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.landing import Destination, Landing, LandingState, SliceSpan
+from mooncake_mesh.messenger.transports.api import Incoming, LinkLost
 from mooncake_mesh.messenger.transports.shm import Copy, SourceArenas, copy_in
-from mooncake_mesh.messenger.transports.tcp import Incoming
 from mooncake_proto.ids import TransferId
 from mooncake_proto.transfer import (
     ArenaInfo,
@@ -156,9 +156,9 @@ class Receiver:
             f"{self._me.node_id} takes {', '.join(kind.value for kind in mine)}"
         )
 
-    # --- TCP (called by transports/tcp.py) ------------------------------------------------------------------
+    # --- TCP (called by transports/tcp_listener.py) ---------------------------------------------------------
 
-    async def begin(self, token: bytes, incoming: Sequence[Incoming]) -> list[Destination]:
+    def begin(self, token: bytes, incoming: Sequence[Incoming]) -> list[Destination]:
         opened = self._by_token.get(token)
         if opened is None:
             raise SliceLost("no landing for this token")
@@ -168,7 +168,7 @@ class Receiver:
                 raise SliceLost(f"{item.span} with {item.size_bytes} bytes is no slice of this arena")
         return opened.landing.admit([item.span for item in incoming], self._core.pool)
 
-    async def end(self, token: bytes, destinations: Sequence[Destination], error: TransferError | None) -> None:
+    def end(self, token: bytes, destinations: Sequence[Destination], error: TransferError | None) -> None:
         opened = self._by_token.get(token)
         if opened is None:  # the job ended while its slice was on the wire
             for place in destinations:
@@ -177,7 +177,10 @@ class Receiver:
         self._finish(opened, destinations, error)
 
     def _finish(self, opened: _Opened, destinations: Sequence[Destination], error: TransferError | None) -> None:
-        if error is not None:
+        if isinstance(error, LinkLost):
+            opened.landing.withdrawn(destinations, self._core.pool)
+            log.info("link_lost", transfer_id=opened.landing.transfer_id, error=str(error))
+        elif error is not None:
             opened.landing.spoiled(destinations, self._core.pool, str(error))
             log.warning("transfer_failed", transfer_id=opened.landing.transfer_id, code=error.code, error=str(error))
         else:

@@ -36,7 +36,7 @@ from mooncake_mesh.messenger.publisher import KvPublisher
 from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.transports.shm import SourceArenas
-from mooncake_mesh.messenger.transports.tcp import TcpListener
+from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
 from mooncake_proto.control import Load, Member, Ok, Ping, Pong, Role
 from mooncake_proto.ids import InstanceId, JobId, NodeId, TransferId, new_incarnation
 from mooncake_proto.transfer import (
@@ -140,7 +140,7 @@ class MessengerService:
         if self._core is not None and self._sender is not None and self._listener is not None:
             for job_id in self._core.all_jobs():
                 self._end_job(job_id, "the messenger stops")
-            self._listener.close()
+            await self._listener.close()
             self._sender.close()
         self._peers.close()
         self._conductor.close()

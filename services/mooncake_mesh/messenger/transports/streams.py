@@ -1,0 +1,99 @@
+"""Blocking sockets: whole lists of memory in and out, options, and closing under a blocked thread."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+_IOV_MAX: Final = 64
+_PIECE_BYTES: Final = 1 << 20
+_SAME_HOST_BUFFER_BYTES: Final = 256 << 10
+
+
+def tune(connection: socket.socket, *, timeout_s: float) -> None:
+    """Blocking mode with kernel timeouts, no Nagle; small buffers where both ends share the processor's cache.
+
+    On loopback a large buffer only means that the bytes have left the cache before they are copied out again; across a
+    network the kernel's own tuning stays on, which must cover bandwidth times delay.
+    """
+    connection.settimeout(None)
+    whole_s = int(timeout_s)
+    limit = struct.pack("ll", whole_s, int((timeout_s - whole_s) * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if connection.getsockname()[0] == connection.getpeername()[0]:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_BUFFER_BYTES)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SAME_HOST_BUFFER_BYTES)
+
+
+def shut(connection: socket.socket) -> None:
+    """End the connection, also under a thread that is blocked in it. The descriptor stays open until close()."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:  # the peer was faster
+        log.debug("already_shut", error=str(error))
+
+
+def tell(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
+    """Run *action* on *loop*, from any thread. Once the loop is closed nobody is left to hear of it."""
+    try:
+        loop.call_soon_threadsafe(action)
+    except RuntimeError as error:
+        log.debug("loop_closed", error=str(error))
+
+
+def pieces_of(views: list[memoryview], limit: int = _PIECE_BYTES) -> list[list[memoryview]]:
+    """*views* as groups for one system call each: at most *limit* bytes, and no more views than the kernel takes."""
+    groups: list[list[memoryview]] = []
+    group: list[memoryview] = []
+    room = limit
+    for view in views:
+        start = 0
+        while start < len(view):
+            part = view[start : start + room]
+            group.append(part)
+            start += len(part)
+            room -= len(part)
+            if room == 0 or len(group) == _IOV_MAX:
+                groups.append(group)
+                group, room = [], limit
+    if group:
+        groups.append(group)
+    return groups
+
+
+def send_group(connection: socket.socket, group: list[memoryview]) -> None:
+    """Send all bytes of *group*. Raises OSError."""
+    while group:
+        group = _after(group, connection.sendmsg(group))
+
+
+def receive_group(connection: socket.socket, group: list[memoryview]) -> None:
+    """Fill all views of *group*. Raises OSError; ConnectionResetError when the peer has closed."""
+    while group:
+        got = connection.recvmsg_into(group)[0]
+        if got == 0:
+            raise ConnectionResetError("the connection was closed in the middle of a frame")
+        group = _after(group, got)
+
+
+def receive_exactly(connection: socket.socket, size: int) -> bytes:
+    """Raises OSError."""
+    data = bytearray(size)
+    receive_group(connection, [memoryview(data)])
+    return bytes(data)
+
+
+def _after(group: list[memoryview], n_bytes: int) -> list[memoryview]:
+    """What is left of *group* behind its first *n_bytes* bytes."""
+    for index, view in enumerate(group):
+        if n_bytes < len(view):
+            return [view[n_bytes:], *group[index + 1 :]]
+        n_bytes -= len(view)
+    return []

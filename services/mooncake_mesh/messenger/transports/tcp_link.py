@@ -1,0 +1,248 @@
+"""The link of a sender: one control connection on the event loop, and a thread for each lane.
+
+Threads, because blocking ``sendmsg`` releases the GIL and copies nothing in Python. A frame is over when it is
+acknowledged, or when it has failed and no thread reads its memory any more: what is left of a frame that was given up
+is filled with zeros and marked worthless, and a lane that is stuck in such a frame is cut.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Final
+
+from mooncake_mesh.errors import ChecksumMismatch, TransferError
+from mooncake_mesh.messenger.transports import frames
+from mooncake_mesh.messenger.transports.api import LinkLost, SealedSlice, SliceRefused
+from mooncake_mesh.messenger.transports.frames import Carriage, Verdict
+from mooncake_mesh.messenger.transports.streams import pieces_of, send_group, shut, tell
+
+WINDOW_BYTES: Final = 32 << 20
+WINDOW_FRAMES: Final = 64
+_CANCEL_GRACE_S: Final = 0.5
+_ZEROS: Final = memoryview(bytes(1 << 20))
+
+
+class OutboundFrame:
+    """One frame under way. Its lanes' threads and the loop share ``lanes_left`` and ``error`` under ``lock``."""
+
+    def __init__(self, number: int, views: list[memoryview], loop: asyncio.AbstractEventLoop) -> None:
+        self.number = number
+        self.views = views
+        self.payload_bytes = sum(len(view) for view in views)
+        self.over: asyncio.Future[TransferError | None] = loop.create_future()
+        self.lock = threading.Lock()
+        self.lanes_left = 0
+        self.error: TransferError | None = None
+
+    def settle(self, error: TransferError | None) -> None:
+        """On the loop: nothing reads the memory any more."""
+        self.views = []
+        if not self.over.done():
+            self.over.set_result(error)
+
+
+class OutboundLink:
+    """One control connection and its lanes. All methods run on the loop; ``_lane`` is what the threads run."""
+
+    def __init__(self, control: socket.socket, lanes: Sequence[socket.socket]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._control = control
+        self._lanes = lanes
+        self._jobs: list[SimpleQueue[tuple[OutboundFrame, int, int] | None]] = [SimpleQueue() for _ in lanes]
+        self._under_way: dict[int, OutboundFrame] = {}
+        self._bytes_under_way = 0
+        self._room: asyncio.Future[None] | None = None
+        self._next_frame = 0
+        self._outbox = bytearray()
+        self._acks = bytearray()
+        self.is_dead = False
+        self._loop.add_reader(control, self._read_acks)
+        for index, lane in enumerate(lanes):
+            threading.Thread(target=self._lane, args=(lane, self._jobs[index]), name="tcp-send", daemon=True).start()
+
+    # --- submitting ---------------------------------------------------------------------------------------------------
+
+    async def room(self, size_bytes: int) -> None:
+        """Wait until a frame of *size_bytes* fits the window (one alone always does). Raises LinkLost."""
+        while self._under_way and not self.is_dead and self._is_full(size_bytes):
+            if self._room is None:
+                self._room = self._loop.create_future()
+            await asyncio.wait([self._room])
+        if self.is_dead:
+            raise LinkLost("tcp: the link was lost")
+
+    def _is_full(self, size_bytes: int) -> bool:
+        return self._bytes_under_way + size_bytes > WINDOW_BYTES or len(self._under_way) >= WINDOW_FRAMES
+
+    def submit(self, token: bytes, batch: Sequence[SealedSlice], views: list[memoryview]) -> OutboundFrame:
+        """Put one frame on its way."""
+        frame = OutboundFrame(self._next_frame, views, self._loop)
+        self._next_frame = (self._next_frame + 1) & 0xFFFFFFFF
+        self._under_way[frame.number] = frame
+        self._bytes_under_way += frame.payload_bytes
+        if frame.payload_bytes <= frames.INLINE_BYTES:
+            head = frames.pack_head(frame.number, token, Carriage.INLINE, batch)
+            self._write([memoryview(head), *views])
+            return frame
+        cuts = frames.cut(frame.payload_bytes, frame.number, len(self._lanes))
+        frame.lanes_left = len(cuts)
+        for lane, start, stop in cuts:
+            self._jobs[lane].put((frame, start, stop))
+        self._write([memoryview(frames.pack_head(frame.number, token, Carriage.LANES, batch))])
+        return frame
+
+    def give_up(self, frame: OutboundFrame, error: TransferError) -> None:
+        """Stop reading the memory of *frame*; it is over when its lanes have let go of it."""
+        if frame.over.done():
+            return
+        with frame.lock:
+            frame.error = frame.error or error
+            is_idle = frame.lanes_left == 0
+        if is_idle:
+            frame.settle(frame.error)
+        else:
+            self._loop.call_later(_CANCEL_GRACE_S, self._cut_if_stuck, frame)
+
+    def _cut_if_stuck(self, frame: OutboundFrame) -> None:
+        if not frame.over.done():
+            self.die("a lane was stuck in a frame that had been given up")
+
+    # --- the control connection ---------------------------------------------------------------------------------------
+
+    def _write(self, views: list[memoryview]) -> None:
+        """Send now what the socket takes; the rest is copied (it is small) and follows."""
+        sent = 0
+        if not self._outbox:
+            try:
+                sent = self._control.sendmsg(views, (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                self._loop.call_soon(self.die, str(error))
+                return
+        rest = b"".join(views)[sent:] if sent < sum(len(view) for view in views) else b""
+        if rest:
+            if not self._outbox:
+                self._loop.add_writer(self._control, self._flush)
+            self._outbox += rest
+
+    def _flush(self) -> None:
+        try:
+            sent = self._control.send(self._outbox, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.die(str(error))
+            return
+        del self._outbox[:sent]
+        if not self._outbox:
+            self._loop.remove_writer(self._control)
+
+    def _read_acks(self) -> None:
+        try:
+            data = self._control.recv(4096, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.die(str(error))
+            return
+        if not data:
+            self.die("the receiver closed the connection")
+            return
+        self._acks += data
+        whole = len(self._acks) - len(self._acks) % frames.ACK.size
+        for number, verdict in frames.ACK.iter_unpack(bytes(self._acks[:whole])):
+            frame = self._under_way.get(number)
+            if frame is None:
+                self.die("an acknowledgement for no frame")
+                return
+            self._acknowledged(frame, verdict)
+        del self._acks[:whole]
+
+    def _acknowledged(self, frame: OutboundFrame, verdict: int) -> None:
+        error: TransferError | None = None
+        if verdict == Verdict.DAMAGED:
+            error = ChecksumMismatch("tcp: the slices arrived damaged")
+        elif verdict != Verdict.WRITTEN:
+            error = SliceRefused("tcp: the receiver refused the slices")
+        del self._under_way[frame.number]
+        self._bytes_under_way -= frame.payload_bytes
+        frame.settle(frame.error or error)
+        self._wake_waiting()
+
+    def _wake_waiting(self) -> None:
+        if self._room is not None:
+            self._room.set_result(None)
+            self._room = None
+
+    def die(self, why: str) -> None:
+        """End the link. Every frame under way is over as soon as no lane reads its memory."""
+        if self.is_dead:
+            return
+        self.is_dead = True
+        self._loop.remove_reader(self._control)
+        if self._outbox:
+            self._loop.remove_writer(self._control)
+        for connection in (self._control, *self._lanes):
+            shut(connection)
+        for jobs in self._jobs:
+            jobs.put(None)
+        self._control.close()
+        for frame in self._under_way.values():
+            self.give_up(frame, LinkLost(f"tcp: {why}"))
+        self._under_way.clear()
+        self._wake_waiting()
+
+    # --- lanes --------------------------------------------------------------------------------------------------------
+
+    def _lane(self, connection: socket.socket, jobs: "SimpleQueue[tuple[OutboundFrame, int, int] | None]") -> None:
+        """Send one cut after the other. A broken lane goes on taking its jobs, so that each is accounted for."""
+        broken = ""
+        while (job := jobs.get()) is not None:
+            frame, start, stop = job
+            if not broken:
+                try:
+                    _send_cut(connection, frame, start, stop)
+                except OSError as error:
+                    broken = str(error) or "stalled"
+                    tell(self._loop, partial(self.die, broken))
+            self._let_go(frame)
+        connection.close()
+
+    def _let_go(self, frame: OutboundFrame) -> None:
+        with frame.lock:
+            frame.lanes_left -= 1
+            error = frame.error if frame.lanes_left == 0 else None
+        if error is not None:
+            tell(self._loop, lambda: frame.settle(error))
+
+
+def _send_cut(connection: socket.socket, frame: OutboundFrame, start: int, stop: int) -> None:
+    """Bytes *start* to *stop* of the frame's payload, then the trailer. Raises OSError."""
+    sent = 0
+    for group in pieces_of(_between(frame.views, start, stop)):
+        if frame.error is not None:
+            break
+        send_group(connection, group)
+        sent += sum(len(view) for view in group)
+    is_whole = sent == stop - start
+    while sent < stop - start:
+        filler = _ZEROS[: stop - start - sent]
+        send_group(connection, [filler])
+        sent += len(filler)
+    connection.sendall(frames.TRAILER.pack(frame.number, is_whole))
+
+
+def _between(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """Bytes *start* to *stop* of the concatenation of *views*, without copying."""
+    found = []
+    offset = 0
+    for view in views:
+        first, last = max(start - offset, 0), min(stop - offset, len(view))
+        if first < last:
+            found.append(view[first:last])
+        offset += len(view)
+    return found

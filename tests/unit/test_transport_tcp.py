@@ -1,0 +1,368 @@
+"""TCP over real sockets: what arrives, what is refused, and when memory is free again."""
+
+import asyncio
+import socket
+import threading
+
+import pytest
+
+from mooncake_mesh.errors import ChecksumMismatch, SliceLost, TransferError
+from mooncake_mesh.messenger.transports import frames
+from mooncake_mesh.messenger.transports.api import LinkLost, SealedSlice, SliceRefused
+from mooncake_mesh.messenger.transports.frames import Carriage, Verdict
+from mooncake_mesh.messenger.transports.streams import receive_exactly
+from mooncake_mesh.messenger.transports.tcp import TcpConnections, TcpSendPath
+from mooncake_mesh.messenger.transports.tcp_link import WINDOW_FRAMES
+from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
+from mooncake_mesh.messenger.transports.windows import slot_slice
+from tests.unit.transport_doubles import HOST, HandMadeReceiver, HandMadeSender, RecordingWindows, Relay, tcp_pair
+
+MiB = 1 << 20
+
+
+def _slices(memory: bytearray, slot_bytes: int, n: int, *, seal: bool = True) -> list[SealedSlice]:
+    return [slot_slice(memoryview(memory), i, i * slot_bytes, slot_bytes, seal=seal) for i in range(n)]
+
+
+@pytest.mark.parametrize("n_lanes", [1, 2, 3])
+@pytest.mark.parametrize("slot_bytes", [1, 4096, frames.INLINE_BYTES, frames.INLINE_BYTES + 1, 777_777, 5 * MiB])
+def test_bytes_arrive_in_their_slots(slot_bytes: int, n_lanes: int) -> None:
+    async def run() -> None:
+        async with tcp_pair(3 * slot_bytes, n_lanes=n_lanes) as pair:
+            token = pair.windows.open(first_byte=0, slot_bytes=slot_bytes, n_slots=3)
+            await pair.path(token).send(_slices(pair.source, slot_bytes, 3))
+            assert pair.target == pair.source
+
+    asyncio.run(run())
+
+
+def test_many_small_slices_of_several_transfers_at_once() -> None:
+    async def run() -> None:
+        async with tcp_pair(8 * 1000 * 300) as pair:
+            paths = [
+                pair.path(pair.windows.open(first_byte=part * 300_000, slot_bytes=300, n_slots=1000))
+                for part in range(8)
+            ]
+            batches = [
+                [
+                    slot_slice(memoryview(pair.source), i, part * 300_000 + i * 300, 300, seal=i % 2 == 0)
+                    for i in range(1000)
+                ]
+                for part in range(8)
+            ]
+            await asyncio.gather(*[path.send(batch) for path, batch in zip(paths, batches, strict=True)])
+            assert pair.target == pair.source
+
+    asyncio.run(run())
+
+
+def test_an_unknown_token_is_refused_and_the_link_goes_on() -> None:
+    async def run() -> None:
+        async with tcp_pair(4 * MiB) as pair:
+            for size in (1000, MiB):
+                with pytest.raises(SliceRefused):
+                    await pair.path(b"?" * 16).send(_slices(pair.source, size, 4))
+            assert not any(pair.target)
+            token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=4)
+            await pair.path(token).send(_slices(pair.source, MiB, 4))
+            assert pair.target == pair.source
+            assert pair.listener.n_connections == 3
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("size", [1000, 3 * MiB])
+def test_damaged_bytes_are_noticed(size: int) -> None:
+    async def run() -> None:
+        async with tcp_pair(size) as pair:
+            token = pair.windows.open(first_byte=0, slot_bytes=size, n_slots=1)
+            batch = _slices(pair.source, size, 1)
+            pair.source[size // 2] ^= 1
+            with pytest.raises(ChecksumMismatch):
+                await pair.path(token).send(batch)
+            assert [type(error) for error in pair.windows.ends] == [ChecksumMismatch]
+
+    asyncio.run(run())
+
+
+def test_a_revoked_window_takes_nothing_more() -> None:
+    async def run() -> None:
+        async with tcp_pair(MiB) as pair:
+            token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
+            await pair.windows.revoke(token)
+            with pytest.raises(SliceRefused):
+                await pair.path(token).send(_slices(pair.source, MiB, 1))
+            assert not any(pair.target)
+
+    asyncio.run(run())
+
+
+# --- strangers --------------------------------------------------------------------------------------------------------
+
+
+def _read_to_end(connection: socket.socket) -> bytes:
+    data = b""
+    try:
+        while got := connection.recv(4096):
+            data += got
+    except ConnectionResetError:
+        pass
+    return data
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+        b"\0" * 64,
+        frames.MAGIC + b"\xff" * 40,
+        frames.HELLO.pack(frames.MAGIC, 0, b"s" * 16, 1, 0, 0),
+        frames.HELLO.pack(frames.MAGIC, 0, b"s" * 16, 1, 3, 2),
+        frames.HELLO.pack(frames.MAGIC, 1, b"a lane, no link!", 1, 0, 1),
+        frames.HELLO.pack(frames.MAGIC, 0, b"s" * 16, 1, 0, 1)[:9],
+    ],
+)
+def test_a_stranger_is_shown_the_door(hello: bytes) -> None:
+    async def run() -> None:
+        async with tcp_pair(1000) as pair:
+            stranger = socket.create_connection((HOST, pair.listener.port), timeout=10)
+            with stranger:
+                stranger.sendall(hello)
+                assert await asyncio.to_thread(_read_to_end, stranger) == b""
+            token = pair.windows.open(first_byte=0, slot_bytes=1000, n_slots=1)
+            await pair.path(token).send(_slices(pair.source, 1000, 1))
+            assert pair.target == pair.source
+
+    asyncio.run(run())
+
+
+def _head(
+    n_slices: int = 1, carriage: int = Carriage.LANES, payload_bytes: int = MiB, token: bytes = b"t" * 16
+) -> bytes:
+    return frames.HEAD.pack(0, token, n_slices, carriage, payload_bytes)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        _head(n_slices=0),
+        _head(n_slices=frames.MAX_SLICES + 1),
+        _head(carriage=7),
+        _head(payload_bytes=0),
+        _head(payload_bytes=frames.MAX_FRAME_BYTES + 1),
+        _head(carriage=Carriage.INLINE, payload_bytes=frames.INLINE_BYTES + 1),
+        _head(payload_bytes=MiB) + frames.ENTRY.pack(0, 0, 1, MiB - 1, 0, 0),
+    ],
+)
+def test_a_bad_head_ends_the_link(bad: bytes) -> None:
+    async def run() -> None:
+        async with tcp_pair(MiB) as pair:
+            sender = await asyncio.to_thread(HandMadeSender, pair.listener.port)
+            sender.control.sendall(bad)
+            assert await asyncio.to_thread(_read_to_end, sender.control) == b""
+            assert await asyncio.to_thread(_read_to_end, sender.lanes[0]) == b""
+            sender.close()
+            assert pair.windows.begun == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("payload_sent", [0, 1, MiB - 1, MiB])
+def test_a_sender_that_dies_in_a_frame_leaves_its_writes_over(payload_sent: int) -> None:
+    async def run() -> None:
+        async with tcp_pair(MiB) as pair:
+            token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
+            sender = await asyncio.to_thread(HandMadeSender, pair.listener.port)
+            sender.control.sendall(_head(token=token) + frames.ENTRY.pack(0, 0, 1, MiB, 0, 0))
+            await asyncio.to_thread(sender.lanes[0].sendall, bytes(payload_sent))
+            sender.close()
+            await pair.windows.ended.wait()
+            assert [type(error) for error in pair.windows.ends] == [LinkLost]
+            await pair.windows.revoke(token)
+            assert pair.windows.received_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_a_lane_out_of_step_ends_the_link() -> None:
+    async def run() -> None:
+        async with tcp_pair(MiB) as pair:
+            token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
+            sender = await asyncio.to_thread(HandMadeSender, pair.listener.port)
+            sender.control.sendall(_head(token=token) + frames.ENTRY.pack(0, 0, 1, MiB, 0, 0))
+            await asyncio.to_thread(sender.lanes[0].sendall, bytes(MiB) + frames.TRAILER.pack(9, 1))
+            await pair.windows.ended.wait()
+            assert [type(error) for error in pair.windows.ends] == [LinkLost]
+            sender.close()
+
+    asyncio.run(run())
+
+
+def test_a_given_up_frame_is_reported_as_lost() -> None:
+    async def run() -> None:
+        async with tcp_pair(MiB) as pair:
+            token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
+            sender = await asyncio.to_thread(HandMadeSender, pair.listener.port)
+            sender.control.sendall(_head(token=token) + frames.ENTRY.pack(0, 0, 1, MiB, 0, 0))
+            await asyncio.to_thread(sender.lanes[0].sendall, bytes(MiB) + frames.TRAILER.pack(0, 0))
+            ack = await asyncio.to_thread(receive_exactly, sender.control, frames.ACK.size)
+            assert frames.ACK.unpack(ack) == (0, Verdict.REFUSED)
+            assert [type(error) for error in pair.windows.ends] == [SliceLost]
+            sender.close()
+
+    asyncio.run(run())
+
+
+# --- slow and broken peers --------------------------------------------------------------------------------------------
+
+
+def _received(connection: socket.socket) -> bytes:
+    return _read_to_end(connection)
+
+
+@pytest.mark.parametrize("reads_on", [True, False])
+def test_memory_is_not_read_after_a_cancel(reads_on: bool) -> None:
+    """The peer stalls in the middle of a frame; whether or not it goes on later, it sees no byte of the new content."""
+    size = 16 * MiB
+
+    async def run() -> None:
+        receiver = HandMadeReceiver()
+        memory = bytearray(b"\x01") * size
+        connections = TcpConnections(HOST, receiver.port, 1)
+        welcome = asyncio.get_running_loop().run_in_executor(None, receiver.welcome, 1)
+        path = TcpSendPath(connections, b"t" * 16, memoryview(memory))
+        async with asyncio.TaskGroup() as tasks:
+            sending = tasks.create_task(path.send(_slices(memory, size, 1, seal=False)))
+            await welcome
+            control, lane = receiver.connections
+            await asyncio.to_thread(receive_exactly, control, frames.HEAD.size + frames.ENTRY.size)
+            before = await asyncio.to_thread(receive_exactly, lane, 100_000)
+            reading = asyncio.get_running_loop().run_in_executor(None, _received, lane) if reads_on else None
+            sending.cancel()
+            await asyncio.wait([sending])
+            assert sending.cancelled()
+            memory[:] = b"\x02" * size
+            connections.close()
+            rest = await reading if reading is not None else await asyncio.to_thread(_received, lane)
+        assert b"\x02" not in before + rest
+        if len(before + rest) == size + frames.TRAILER.size:  # else it was cut, which says the same
+            number, is_whole = frames.TRAILER.unpack(rest[-frames.TRAILER.size :])
+            assert number == 0
+            assert is_whole == (b"\0" not in rest[: -frames.TRAILER.size])
+        receiver.close()
+
+    asyncio.run(run())
+
+
+def test_a_window_of_frames_is_under_way_and_no_more() -> None:
+    async def run() -> None:
+        receiver = HandMadeReceiver()
+        memory = bytearray(100)
+        connections = TcpConnections(HOST, receiver.port, 1)
+        welcome = asyncio.get_running_loop().run_in_executor(None, receiver.welcome, 1)
+        path = TcpSendPath(connections, b"t" * 16, memoryview(memory))
+        async with asyncio.TaskGroup() as tasks:
+            batch = _slices(memory, 100, 1)
+            sends = [tasks.create_task(path.send(batch)) for _ in range(WINDOW_FRAMES + 1)]
+            await welcome
+            control = receiver.connections[0]
+            frame_bytes = frames.HEAD.size + frames.ENTRY.size + 100
+            await asyncio.to_thread(receive_exactly, control, WINDOW_FRAMES * frame_bytes)
+            control.settimeout(0)
+            with pytest.raises(BlockingIOError):
+                control.recv(1)
+            control.settimeout(10)
+            control.sendall(frames.ACK.pack(3, Verdict.WRITTEN))
+            await asyncio.to_thread(receive_exactly, control, frame_bytes)
+            for number in {*range(WINDOW_FRAMES + 1)} - {3}:
+                control.sendall(frames.ACK.pack(number, Verdict.WRITTEN))
+            await asyncio.wait(sends)
+        connections.close()
+        receiver.close()
+
+    asyncio.run(run())
+
+
+def test_a_submission_tells_when_it_is_over() -> None:
+    async def run() -> None:
+        async with tcp_pair(4 * MiB) as pair:
+            token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=4)
+            submission = await pair.path(token).submit(_slices(pair.source, MiB, 4))
+            over = asyncio.Event()
+            submission.add_done_callback(over.set)
+            await over.wait()
+            assert submission.is_over
+            assert pair.target == pair.source
+            submission.cancel()  # too late, and harmless
+            await submission
+
+    asyncio.run(run())
+
+
+def test_a_cut_link_is_opened_again_and_the_rest_is_sent() -> None:
+    async def run() -> None:
+        relay = Relay()
+        async with tcp_pair(8 * MiB, via=relay) as pair:
+            token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=8)
+            relay.cut_after(3 * MiB)
+            await pair.path(token).send(_slices(pair.source, MiB, 8))
+            assert relay.cuts == 1
+            assert pair.target == pair.source
+            assert any(isinstance(error, LinkLost) for error in pair.windows.ends)
+            await pair.windows.revoke(token)
+        relay.close()
+
+    asyncio.run(run())
+
+
+def test_a_receiver_that_restarts_is_reached_again() -> None:
+    async def run() -> None:
+        target = bytearray(MiB)
+        source = bytearray(b"\x05") * MiB
+        port = 0
+        connections: TcpConnections | None = None
+        for _ in range(2):
+            windows = RecordingWindows(MiB)
+            listener = TcpListener(HOST, port, memoryview(target), windows)
+            port = listener.port
+            connections = connections or TcpConnections(HOST, port, 2)
+            token = windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
+            target[:] = bytes(MiB)
+            await TcpSendPath(connections, token, memoryview(source)).send(_slices(source, MiB, 1))
+            assert target == source
+            await listener.close()
+        assert connections is not None
+        connections.close()
+
+    asyncio.run(run())
+
+
+def test_a_receiver_that_is_not_there_is_an_error_and_then_rests() -> None:
+    with socket.create_server((HOST, 0)) as gone:
+        port = gone.getsockname()[1]
+
+    async def run() -> None:
+        connections = TcpConnections(HOST, port, 2)
+        for _ in range(2):
+            with pytest.raises(TransferError, match="cannot connect"):
+                await connections.link()
+        connections.close()
+
+    asyncio.run(run())
+
+
+def test_a_closed_listener_writes_no_more() -> None:
+    """A frame is half way when the receiver closes: close() returns when its lane has let go."""
+
+    async def run() -> None:
+        async with tcp_pair(MiB) as pair:
+            token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
+            sender = await asyncio.to_thread(HandMadeSender, pair.listener.port)
+            sender.control.sendall(_head(token=token) + frames.ENTRY.pack(0, 0, 1, MiB, 0, 0))
+            await asyncio.to_thread(sender.lanes[0].sendall, bytes(1000))
+            await pair.listener.close()
+            assert [type(error) for error in pair.windows.ends] == [LinkLost]
+            assert not [thread for thread in threading.enumerate() if thread.name == "tcp-receive"]
+            sender.close()
+
+    asyncio.run(run())

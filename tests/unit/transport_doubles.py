@@ -1,0 +1,172 @@
+"""Ends of a TCP link for tests: a real pair in one process, a hand-made sender and receiver, and a relay that cuts."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from mooncake_mesh.errors import TransferError
+from mooncake_mesh.messenger.landing import Destination
+from mooncake_mesh.messenger.transports import frames
+from mooncake_mesh.messenger.transports.frames import Hello, Kind
+from mooncake_mesh.messenger.transports.streams import receive_exactly
+from mooncake_mesh.messenger.transports.tcp import TcpConnections, TcpSendPath
+from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
+from mooncake_mesh.messenger.transports.windows import Windows
+
+HOST = "127.0.0.1"
+_PATTERN = bytes(i * 31 % 251 for i in range(100_003))
+
+
+class RecordingWindows(Windows):
+    """Windows that note how each frame ended."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(size_bytes)
+        self.begun = 0
+        self.ends: list[TransferError | None] = []
+        self.ended = asyncio.Event()
+
+    def begin(self, token, incoming) -> list[Destination]:
+        destinations = super().begin(token, incoming)
+        self.begun += 1
+        return destinations
+
+    def end(self, token: bytes, destinations: Sequence[Destination], error: TransferError | None) -> None:
+        super().end(token, destinations, error)
+        self.ends.append(error)
+        self.ended.set()
+
+
+@dataclass
+class Pair:
+    source: bytearray
+    target: bytearray
+    windows: RecordingWindows
+    listener: TcpListener
+    connections: TcpConnections
+
+    def path(self, token: bytes) -> TcpSendPath:
+        return TcpSendPath(self.connections, token, memoryview(self.source))
+
+
+@asynccontextmanager
+async def tcp_pair(size_bytes: int, *, n_lanes: int = 2, via: "Relay | None" = None) -> AsyncIterator[Pair]:
+    source = bytearray((_PATTERN * (size_bytes // len(_PATTERN) + 1))[:size_bytes])
+    target = bytearray(size_bytes)
+    windows = RecordingWindows(size_bytes)
+    listener = TcpListener(HOST, 0, memoryview(target), windows)
+    if via is not None:
+        via.port_behind = listener.port
+    connections = TcpConnections(HOST, via.port if via is not None else listener.port, n_lanes)
+    try:
+        yield Pair(source, target, windows, listener, connections)
+    finally:
+        connections.close()
+        await listener.close()
+
+
+class HandMadeSender:
+    """A sender that says what the test wants. Blocking: call it on a thread."""
+
+    def __init__(self, port: int, *, n_lanes: int = 1) -> None:
+        self._port = port
+        self._n_lanes = n_lanes
+        self.control = self._open(Kind.CONTROL, 0)
+        self.lanes = [self._open(Kind.LANE, lane) for lane in range(n_lanes)]
+
+    def _open(self, kind: Kind, lane: int) -> socket.socket:
+        connection = socket.create_connection((HOST, self._port), timeout=10)
+        connection.sendall(Hello(kind=kind, sender=b"s" * 16, epoch=1, lane=lane, n_lanes=self._n_lanes).pack())
+        assert receive_exactly(connection, 1) == frames.WELCOME
+        return connection
+
+    def close(self) -> None:
+        for connection in (self.control, *self.lanes):
+            connection.close()
+
+
+class HandMadeReceiver:
+    """A receiver that welcomes one link and then does what the test wants. Blocking: call it on a thread."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server((HOST, 0))
+        self.port = self._listener.getsockname()[1]
+        self.connections: list[socket.socket] = []
+
+    def welcome(self, n_lanes: int) -> None:
+        for _ in range(1 + n_lanes):
+            connection, _ = self._listener.accept()
+            connection.settimeout(10)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+            frames.unpack_hello(receive_exactly(connection, frames.HELLO.size))
+            connection.sendall(frames.WELCOME)
+            self.connections.append(connection)
+
+    def close(self) -> None:
+        for connection in (self._listener, *self.connections):
+            connection.close()
+
+
+class Relay:
+    """Passes connections on to ``port_behind``; :meth:`cut_after` ends all of them after so many bytes on one."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server((HOST, 0))
+        self.port = self._listener.getsockname()[1]
+        self.port_behind = 0
+        self.cuts = 0
+        self._budget: int | None = None
+        self._open: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def cut_after(self, n_bytes: int) -> None:
+        self._budget = n_bytes
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._end_all()
+        for thread in self._threads:
+            thread.join()
+        for connection in (self._listener, *self._open):
+            connection.close()
+
+    def _start(self, target, *args) -> None:
+        thread = threading.Thread(target=target, args=args)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection((HOST, self.port_behind))
+            self._open += [near, far]
+            self._start(self._pass_on, near, far)
+            self._start(self._pass_on, far, near)
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 14):
+                target.sendall(data)
+                if self._budget is not None:
+                    self._budget -= len(data)
+                    if self._budget < 0:
+                        self._budget = None
+                        self.cuts += 1
+                        self._end_all()
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+    def _end_all(self) -> None:
+        for connection in self._open:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
