@@ -1,0 +1,102 @@
+"""A messenger's use of RDMA: its arena, registered once for others to read, and reads from theirs into it.
+
+As with shared memory, the receiver fetches what the sender offers, so that an arena is written only by its own node;
+the arena is registered for remote reading only.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from mooncake_mesh.config_rdma import RdmaConfig
+from mooncake_mesh.errors import ChecksumMismatch, SliceLost
+from mooncake_mesh.mesh.phonebook import Phonebook
+from mooncake_mesh.messenger.transports.api import checksum
+from mooncake_mesh.messenger.transports.rdma.batch import Piece
+from mooncake_mesh.messenger.transports.rdma.engine import RdmaEngine
+from mooncake_mesh.messenger.transports.shm import Copy
+from mooncake_proto.ids import Incarnation
+from mooncake_proto.rdma import ConnectQp, QpConnected, RdmaMemory
+
+_CONNECT_TIMEOUT_S: Final = 5.0
+
+
+class RdmaArena:
+    """*view* registered with the NICs of *config*. Raises TransferError; needs a running event loop.
+
+    *endpoint* is where the messenger answers ConnectQp.
+    """
+
+    def __init__(
+        self,
+        config: RdmaConfig,
+        view: memoryview,
+        peers: Phonebook,
+        threads: ThreadPoolExecutor,
+        *,
+        incarnation: Incarnation,
+        endpoint: str,
+    ) -> None:
+        self._view = view
+        self._peers = peers
+        self._threads = threads
+        self.engine = RdmaEngine(config, engine_id=incarnation, connect=self._connect)
+        self._local = self.engine.register(view)
+        self.memory: RdmaMemory = self._local.describe(incarnation, endpoint)
+
+    async def read_in(self, copies: Sequence[Copy], source: RdmaMemory) -> None:
+        """Fetch all of *copies* from *source*. Raises TransferError, SliceLost or ChecksumMismatch.
+
+        Returns, also when cancelled, only after the last byte was written.
+        """
+        for copy in copies:
+            if not 0 <= copy.source_offset <= source.size_bytes - copy.destination.size_bytes:
+                raise SliceLost(
+                    f"source offset {copy.source_offset} lies outside the arena of {source.size_bytes} bytes"
+                )
+        await self.engine.read(self._local, source, _pieces(copies))
+        await asyncio.get_running_loop().run_in_executor(self._threads, _verify, copies, self._view)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    async def _connect(self, owner: RdmaMemory, request: ConnectQp) -> QpConnected:
+        return await self._peers.get(owner.endpoint).call(request, QpConnected, timeout_s=_CONNECT_TIMEOUT_S)
+
+
+def _pieces(copies: Sequence[Copy]) -> list[Piece]:
+    """*copies* as pieces; what lies side by side at both ends becomes one."""
+    pieces: list[Piece] = []
+    for copy in sorted(copies, key=lambda copy: copy.destination.offset):
+        piece = Piece(
+            local_offset=copy.destination.offset,
+            remote_offset=copy.source_offset,
+            size_bytes=copy.destination.size_bytes,
+        )
+        last = pieces[-1] if pieces else None
+        if last is not None and _joins(last, piece):
+            pieces[-1] = Piece(
+                local_offset=last.local_offset,
+                remote_offset=last.remote_offset,
+                size_bytes=last.size_bytes + piece.size_bytes,
+            )
+        else:
+            pieces.append(piece)
+    return pieces
+
+
+def _joins(first: Piece, second: Piece) -> bool:
+    return (
+        first.local_offset + first.size_bytes == second.local_offset
+        and first.remote_offset + first.size_bytes == second.remote_offset
+    )
+
+
+def _verify(copies: Sequence[Copy], view: memoryview) -> None:
+    for copy in copies:
+        place = copy.destination
+        if copy.checksum is not None:
+            found = checksum(view[place.offset : place.offset + place.size_bytes])
+            if found != copy.checksum:
+                raise ChecksumMismatch(f"{place.span} arrived damaged")
