@@ -61,6 +61,10 @@ class MessengerCore:
             raise InvalidRequest(f"job {request.job_id} has its blocks already", param="job_id")
         if request.n_blocks > self.pool.n_blocks:
             raise InvalidRequest(f"{request.n_blocks} blocks exceed the arena's {self.pool.n_blocks}", param="n_blocks")
+        if request.landing is not None:
+            self._check_layers(request.landing_layers, "landing_layers")
+            if request.landing in self._landings:
+                raise InvalidRequest(f"transfer {request.landing} lands in another job", param="landing")
         keys = list(split_keys(request.keys))
         cached = self.pool.match(keys[: min(request.max_cached_blocks, request.n_blocks)])
         holder = _holder(request.job_id)
@@ -172,7 +176,11 @@ class MessengerCore:
         return self._outbound.get(transfer_id)
 
     def start_send(self, transfer_id: TransferId, job_id: JobId, n_blocks: int, layers: int) -> Outbound:
-        """Open the sending side for the first *n_blocks* blocks of a job. Raises SliceLost for an unknown job."""
+        """Open the sending side for the first *n_blocks* blocks of a job.
+
+        Raises SliceLost for an unknown job, InvalidRequest for layers that do not divide a block.
+        """
+        self._check_layers(layers, "layers")
         job = self._jobs.get(job_id)
         if job is None or transfer_id in self._outbound or n_blocks > len(job.blocks):
             raise SliceLost(f"job {job_id} cannot send {n_blocks} blocks as transfer {transfer_id}")
@@ -188,6 +196,10 @@ class MessengerCore:
         self.pool.hold(_holder(job_id), blocks)
         self._jobs[job_id] = _Job(owner, incarnation, blocks, keys)
         return self._outbox(request.transfer_id, job_id, blocks, _WHOLE)
+
+    def _check_layers(self, layers: int, param: str) -> None:
+        if layers < 1 or self.block_bytes % layers:
+            raise InvalidRequest(f"{layers} layers do not divide a block of {self.block_bytes} bytes", param=param)
 
     def _outbox(self, transfer_id: TransferId, job_id: JobId, blocks: Sequence[BlockId], layers: int) -> Outbound:
         outbound = Outbound(transfer_id, job_id, blocks, layers=layers, slice_bytes=self.block_bytes // layers)

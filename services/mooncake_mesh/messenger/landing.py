@@ -75,9 +75,9 @@ class Landing:
         """
         if self.state is LandingState.FAILED:
             raise SliceLost(f"transfer {self.transfer_id} has ended: {self.failure}")
-        fresh = [span for span in spans if self._missing.get(span.logical, -1) & _mask(span)]
         for span in spans:
             self._check(span, pool)
+        fresh = [span for span in spans if self._missing[span.logical] & _mask(span)]
         destinations = []
         for span in fresh:
             block = BlockId(self._slot_of[span.logical].block)
@@ -152,4 +152,4 @@ def _layers(span: SliceSpan) -> range:
 
 
 def _mask(span: SliceSpan) -> int:
-    return ((1 << span.n_layers) - 1) << span.layer if span.layer >= 0 and span.n_layers > 0 else 0
+    return ((1 << span.n_layers) - 1) << span.layer

@@ -73,6 +73,8 @@ class Receiver:
             raise TransferError(
                 f"blocks of {request.source.block_bytes} bytes do not fit this arena's of {self._core.block_bytes}"
             )
+        if request.transfer_id in self._opened:
+            raise SliceLost(f"transfer {request.transfer_id} has a sender already")
         transport, source = await self._choose(request)
         token = secrets.token_bytes(16)
         opened = _Opened(landing=landing, token=token, source=source)

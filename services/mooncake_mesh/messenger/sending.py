@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mooncake_mesh.errors import SliceLost
 from mooncake_mesh.messenger.landing import SliceSpan
 from mooncake_proto.ids import BlockId, JobId, TransferId
 from mooncake_proto.transfer import SliceReady, Slot
@@ -57,13 +58,13 @@ class Outbound:
     def ready(self, announced: SliceReady) -> None:
         """Layers of some blocks are written.
 
-        Announcing a slice twice has no effect; raises ValueError outside the job.
+        Announcing a slice twice has no effect; raises SliceLost outside the job.
         """
         if not (
             0 <= announced.layer < announced.layer + announced.n_layers <= self._layers
             and 0 <= announced.first_block <= announced.first_block + announced.n_blocks <= len(self._blocks)
         ):
-            raise ValueError(f"transfer {self.transfer_id} has no slices {announced}")
+            raise SliceLost(f"transfer {self.transfer_id} has no slices {announced}")
         mask = ((1 << announced.n_layers) - 1) << announced.layer
         for logical in range(announced.first_block, announced.first_block + announced.n_blocks):
             self._ready[logical] |= mask & ~self._announced[logical]

@@ -12,6 +12,7 @@ TCP    other messengers        slices, where the transport is tcp
 
 import asyncio
 import os
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.transports.shm import SourceArenas
 from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
 from mooncake_proto.control import Load, Member, Ok, Ping, Pong, Role
-from mooncake_proto.ids import InstanceId, JobId, NodeId, TransferId, new_incarnation
+from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId, new_incarnation
 from mooncake_proto.transfer import (
     AbortTransfer,
     Acquire,
@@ -65,6 +66,7 @@ log = structlog.get_logger(__name__)
 
 _COPY_THREADS: Final = 2
 _FETCH_TIMEOUT_S: Final = 20.0
+_REMEMBERED_DEAD: Final = 1024
 
 
 class MessengerService:
@@ -82,6 +84,7 @@ class MessengerService:
         self._conductor = RpcClient(config.conductor)
         self._publisher = KvPublisher(self._conductor, NodeId(config.node_id), self._incarnation)
         self._room = Bell()
+        self._gone: OrderedDict[Incarnation, None] = OrderedDict()
         self._membership: Membership | None = None
         self._core: MessengerCore | None = None
         self._receiver: Receiver | None = None
@@ -183,6 +186,7 @@ class MessengerService:
             self._cut_arena(request.block_bytes)
             if self._membership is not None:
                 self._membership.news()
+        self._gone.pop(request.incarnation, None)
         core = self._ready_core()
         if request.block_bytes != core.block_bytes:
             raise InvalidRequest(
@@ -234,6 +238,8 @@ class MessengerService:
             await self._fetch_prefix(core, receiver, request)
 
         def attempt() -> Acquired | None:
+            if request.incarnation in self._gone:  # nobody would ever release what it got
+                raise PeerUnreachable(f"{request.instance_id} is gone")
             result = core.acquire(request, monotonic())
             return None if isinstance(result, NoRoom) else result
 
@@ -290,12 +296,16 @@ class MessengerService:
 
     def _worker_gone(self, holder: Holder) -> None:
         """The kernel closed a worker's connection: it writes no more, whatever became of it."""
+        self._gone[holder.incarnation] = None
+        if len(self._gone) > _REMEMBERED_DEAD:
+            self._gone.popitem(last=False)
         if self._core is None:
             return
         jobs = self._core.jobs_of(holder.instance_id, holder.incarnation)
         log.info("holder_gone", holder=holder.instance_id, jobs=len(jobs))
         for job_id in jobs:
             self._end_job(job_id, f"{holder.instance_id} is gone")
+        self._room.ring()
 
     def _end_job(self, job_id: JobId, why: str) -> None:
         if self._core is None or self._sender is None or self._receiver is None:
