@@ -10,6 +10,10 @@ PUB    conductor drops for the slow subscriber; states are sent whole, so the ne
 SUB    –         as PUB
 ====== ========= ==================================================================================================
 
+Only the connecting side sends heartbeats; the time to live in them tells the binding side when to give a silent peer
+up. A bound socket with heartbeats of its own could be killed by any peer that fills its queue and leaves: libzmq 4.3
+aborts the process when the timer of such a connection fires (``Assertion failed: !_io_error``).
+
 Each socket has exactly one reader, the event loop's callback on the socket's descriptor. It never waits in ``recv``: a
 timeout around a receive loses messages (the cancelled receive may have taken one), so whoever wants to wait with a
 deadline waits on a future or a queue. The descriptor is edge-triggered: after every send the reader looks again.
@@ -169,8 +173,6 @@ def _socket(kind: int) -> "zmq.Socket[bytes]":
     socket.setsockopt(zmq.SNDHWM, HWM_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, HWM_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     return socket
 
 
@@ -186,6 +188,9 @@ def _bound(socket: "zmq.Socket[bytes]", bind: str) -> "zmq.Socket[bytes]":
 def _connected(socket: "zmq.Socket[bytes]", endpoint: str) -> "zmq.Socket[bytes]":
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, _HEARTBEAT_TIMEOUT_MS)
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
