@@ -25,7 +25,15 @@ import structlog
 from mooncake_mesh.config import DecodeConfig
 from mooncake_mesh.decode.core import DecodeCore, DecodeSequence, NewToken, QueueFull
 from mooncake_mesh.engine.api import DecodeSlot, Drawn, Engine, SampleRequest
-from mooncake_mesh.errors import Aborted, InternalError, MooncakeError, NoFreeBlocks, PeerUnreachable, Rejected
+from mooncake_mesh.errors import (
+    Aborted,
+    InternalError,
+    InvalidRequest,
+    MooncakeError,
+    NoFreeBlocks,
+    PeerUnreachable,
+    Rejected,
+)
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.rpc import Caller, Handler
 from mooncake_mesh.mesh.runtime import Lifecycle
@@ -34,6 +42,7 @@ from mooncake_mesh.worker.station import Station
 from mooncake_proto.control import Load, Ok, Role
 from mooncake_proto.ids import JobId
 from mooncake_proto.serving import CancelJob, DecodeJob, PrefillDone, TokenBatch, TokenEntry
+from mooncake_proto.shapes import TOKEN_BYTES
 from mooncake_proto.transfer import Acquire, Acquired, Grow, Grown, Seal
 
 log = structlog.get_logger(__name__)
@@ -94,6 +103,7 @@ class DecodeService:
 
     async def _submit(self, job: DecodeJob, _: Caller) -> Ok:
         self._station.check_placement(job.incarnation)
+        self._check_length(job)
         await self._station.peers.reach(job.stream_endpoint)
         self._station.early_cancels.check(job.job_id)
         sequence = self._core.submit(job, monotonic())
@@ -101,6 +111,12 @@ class DecodeService:
             raise Rejected("decode_queue_full", unavailable=False, retry_after_s=1.0)
         self._tasks.create_task(self._receive(sequence))
         return Ok()
+
+    def _check_length(self, job: DecodeJob) -> None:
+        length = len(job.tokens) // TOKEN_BYTES + job.stopping.max_new_tokens - job.drawn_tokens
+        longest = self._engine.spec.max_context_tokens
+        if length > longest:
+            raise InvalidRequest(f"{length} tokens exceed the context of {longest}", param="stopping.max_new_tokens")
 
     def _prefill_done(self, done: PrefillDone, _: Caller) -> None:
         self._core.first_token(done.job_id, done.token)
