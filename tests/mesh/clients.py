@@ -26,7 +26,7 @@ from mooncake_proto.ids import MessageId
 R = TypeVar("R")
 
 _HTTP_TIMEOUT_S: Final = 60.0
-_FAKE: Final = FakeConfig(
+FAKE: Final = FakeConfig(
     name="fake", layout=KvLayout(layers=2, kv_heads=2, head_dim=8, dtype=KvDtype.BFLOAT16, block_tokens=16)
 )
 
@@ -114,10 +114,10 @@ def complete(base: str, prompt: str, max_tokens: int, **fields: Any) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def expected_text(prompt: str, max_tokens: int) -> str:
+def expected_text(prompt: str, max_tokens: int, config: FakeConfig = FAKE) -> str:
     """What a mesh of fake engines answers to a greedy completion, worked out without a mesh."""
     tokenizer = ByteTokenizer()
-    return tokenizer.decode(expected_tokens(_FAKE, tokenizer.encode(prompt, SpecialTokens.ADD), max_tokens))
+    return tokenizer.decode(expected_tokens(config, tokenizer.encode(prompt, SpecialTokens.ADD), max_tokens))
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ class Stream:
         """The whole text of a stream that ended as it should: one finish reason, one [DONE], no error."""
         self.wait_over(timeout_s=timeout_s)
         assert self.status == 200, self.errors
-        assert (self.errors, self.broken) == ([], "")
+        assert not self.errors and not self.broken, f"{self.errors} {self.broken}"
         assert (len(self.finish_reasons), self.done_marks) == (1, 1)
         return self.text
 

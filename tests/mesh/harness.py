@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Final, TypeVar
 
 from mooncake_mesh.cli.up import dies_with
-from mooncake_proto.control import Health, Member, Ping, Pong, StatusQuery, StatusReport
+from mooncake_proto.control import Health, Member, MemberState, Ping, Pong, StatusQuery, StatusReport
 from tests.mesh import clients
 from tests.mesh.clients import NoAnswer
 
@@ -150,6 +150,9 @@ class Mesh:
     def names(self) -> tuple[str, ...]:
         return tuple(self._children)
 
+    def is_running(self, name: str) -> bool:
+        return self._children[name].is_running
+
     # --- how it fares -------------------------------------------------------------------------------------------------
 
     def status(self, *, timeout_s: float = 5.0) -> StatusReport:
@@ -167,15 +170,17 @@ class Mesh:
         """Wait until every running process is known, alive and in its current life, and the gateway takes requests."""
         return self.wait(self._healthy, timeout_s=timeout_s, what="the mesh to be healthy")
 
-    def wait(self, look: Callable[[], T | None], *, timeout_s: float = 10.0, what: str) -> T:
-        """The first result of *look* that is not None. AssertionError after *timeout_s*."""
+    def wait(
+        self, look: Callable[[], T | None], *, timeout_s: float = 10.0, what: str, tell: Callable[[], object] = str
+    ) -> T:
+        """The first result of *look* that is not None. After *timeout_s* AssertionError, with what *tell* says."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             result = look()
             if result is not None:
                 return result
             if time.monotonic() > deadline_s:
-                raise AssertionError(f"waited {timeout_s:g} s for {what}")
+                raise AssertionError(f"waited {timeout_s:g} s for {what}: {tell()}")
             time.sleep(_ASK_EVERY_S)
 
     def wait_idle(self, timeout_s: float = 15.0) -> StatusReport:
@@ -183,18 +188,12 @@ class Mesh:
 
         def look() -> StatusReport | None:
             report = self.status()
-            loads = [state.load for state in report.cluster.members if state.health is Health.ALIVE]
-            is_idle = all(
-                not load.running_jobs
-                and not load.queued_jobs
-                and not load.queued_tokens
-                and not load.running_tokens
-                and load.blocks_free + load.blocks_evictable == load.blocks_total
-                for load in loads
-            )
-            return report if is_idle else None
+            return None if any(_held(state) for state in report.cluster.members) else report
 
-        return self.wait(look, timeout_s=timeout_s, what="all jobs and blocks to be given back")
+        def tell() -> object:
+            return {state.member.instance_id: _held(state) for state in self.status().cluster.members if _held(state)}
+
+        return self.wait(look, timeout_s=timeout_s, what="all jobs and blocks to be given back", tell=tell)
 
     # --- logs ---------------------------------------------------------------------------------------------------------
 
@@ -355,6 +354,19 @@ class Mesh:
     def _note_shm(self, child: _Child) -> None:
         assert child.process is not None
         self._used_shm |= set(_shm_of(child.process.pid))
+
+
+def _held(state: MemberState) -> dict[str, int]:
+    """What a member that is alive still works on or keeps for somebody."""
+    load = state.load
+    counts = {
+        "running_jobs": load.running_jobs,
+        "queued_jobs": load.queued_jobs,
+        "running_tokens": load.running_tokens,
+        "queued_tokens": load.queued_tokens,
+        "blocks": load.blocks_total - load.blocks_free - load.blocks_evictable,
+    }
+    return {} if state.health is Health.DEAD else {name: count for name, count in counts.items() if count}
 
 
 def _shm_of(pid: int) -> Iterator[str]:
