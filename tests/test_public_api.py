@@ -1,11 +1,13 @@
 """What users build on: names, codes and commands that may not change by accident."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import mooncake_mesh.client
 import mooncake_mesh.errors
 from mooncake_mesh.config import SECTIONS
 from mooncake_mesh.errors import MooncakeError
@@ -45,6 +47,42 @@ CODES = {
 }
 
 
+SDK = {
+    "DEFAULT_ENDPOINT",
+    "Aborted",
+    "AnswerStream",
+    "CallTimeout",
+    "ChatChoice",
+    "ChatChunkChoice",
+    "ChatCompletion",
+    "ChatCompletionChunk",
+    "ChatMessage",
+    "Completion",
+    "CompletionChoice",
+    "DeadlineExceeded",
+    "Delta",
+    "Draining",
+    "HealthReport",
+    "InvalidRequest",
+    "MeshError",
+    "Model",
+    "ModelNotFound",
+    "MooncakeClient",
+    "MooncakeError",
+    "PeerUnreachable",
+    "Rejected",
+    "RemoteFailure",
+    "RequestError",
+    "SlowReader",
+    "SyncAnswerStream",
+    "SyncMooncakeClient",
+    "Timeouts",
+    "TooLong",
+    "Usage",
+    "WireError",
+}
+
+
 def test_error_codes_travel_so_they_stay() -> None:
     families = [MooncakeError]
     for family in families:
@@ -56,6 +94,21 @@ def test_error_codes_travel_so_they_stay() -> None:
 
 def test_all_names_what_is_there() -> None:
     assert all(hasattr(mooncake_mesh.errors, name) for name in mooncake_mesh.errors.__all__)
+
+
+def test_the_sdk_exports_what_it_promises_and_nothing_else() -> None:
+    modules = {"aio", "answers", "failures", "options", "sync", "timeouts"}
+    there = {name for name in vars(mooncake_mesh.client) if not name.startswith("_")}
+    assert there - modules == set(mooncake_mesh.client.__all__) == SDK
+
+
+@pytest.mark.parametrize("name", ["chat", "stream_chat", "generate", "stream", "models", "health", "close"])
+def test_both_clients_have_the_same_calls(name: str) -> None:
+    plain, asynchronous = (
+        inspect.signature(getattr(client, name)).parameters
+        for client in (mooncake_mesh.client.SyncMooncakeClient, mooncake_mesh.client.MooncakeClient)
+    )
+    assert plain == asynchronous
 
 
 def test_every_role_of_the_wire_is_a_command() -> None:

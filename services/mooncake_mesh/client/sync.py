@@ -33,7 +33,11 @@ class _Loop:
         self._lock = threading.Lock()
         self._is_open = True
         self._thread.start()
-        self.client = self._started.result()
+        try:
+            self.client = self._started.result()
+        except BaseException:
+            self._thread.join()
+            raise
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """Run *work* in the loop; an exception here, such as KeyboardInterrupt, cancels it."""
