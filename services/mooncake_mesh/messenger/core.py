@@ -150,19 +150,17 @@ class MessengerCore:
         return self._open(job, job_id, transfer_id, range(len(keys)), _WHOLE, now_s)
 
     def settle(self, landing: Landing) -> None:
-        """After writes into a landing ended: once it has landed, share its whole blocks."""
+        """After writes into a landing ended: once it has landed, share its whole blocks. Again is fine."""
         if landing.state is not LandingState.LANDED or landing.transfer_id not in self._landings:
             return
         job = self._jobs[landing.job_id]
         for slot in landing.slots:
-            if slot.logical < len(job.keys):
+            if slot.logical < len(job.keys) and self.pool.may_write(BlockId(slot.block), slot.generation):
                 self.pool.seal(_holder(landing.job_id), BlockId(slot.block), job.keys[slot.logical])
 
     def _open(
         self, job: _Job, job_id: JobId, transfer_id: TransferId, logicals: range, layers: int, now_s: float
     ) -> Landing:
-        if layers < 1 or self.block_bytes % layers:
-            raise InvalidRequest(f"{layers} layers do not divide a block of {self.block_bytes} bytes")
         slots = [Slot(logical=i, block=job.blocks[i], generation=self.pool.generation(job.blocks[i])) for i in logicals]
         slice_bytes = self.block_bytes // layers
         landing = Landing(transfer_id, job_id, slots, layers=layers, slice_bytes=slice_bytes, now_s=now_s)

@@ -78,6 +78,8 @@ class Landing:
         for span in spans:
             self._check(span, pool)
         fresh = [span for span in spans if self._missing[span.logical] & _mask(span)]
+        if len({(span.logical, layer) for span in fresh for layer in _layers(span)}) < sum(s.n_layers for s in fresh):
+            raise SliceLost(f"transfer {self.transfer_id}: slices of one batch overlap")
         destinations = []
         for span in fresh:
             block = BlockId(self._slot_of[span.logical].block)
@@ -95,8 +97,9 @@ class Landing:
         self.last_slice_s = now_s
         for destination in destinations:
             self._end(destination, pool)
-            self._missing[destination.span.logical] &= ~_mask(destination.span)
             self.received_bytes += destination.size_bytes
+            if destination.span.logical in self._missing:  # else it was cut off while it came in
+                self._missing[destination.span.logical] &= ~_mask(destination.span)
         self._complete()
 
     def spoiled(self, destinations: Sequence[Destination], pool: BlockPool, why: str) -> None:
@@ -138,6 +141,8 @@ class Landing:
             raise SliceLost(f"transfer {self.transfer_id} has no place for {span}")
         if any((span.logical, layer) in self._in_flight for layer in _layers(span)):
             raise SliceLost(f"transfer {self.transfer_id}: {span} is being written already")
+        if self._missing[span.logical] & _mask(span) not in (0, _mask(span)):
+            raise SliceLost(f"transfer {self.transfer_id}: {span} is partly here already")
         if self._missing[span.logical] & _mask(span) and not pool.may_write(BlockId(slot.block), slot.generation):
             raise SliceLost(f"transfer {self.transfer_id}: the right to write block {slot.block} is gone")
 
