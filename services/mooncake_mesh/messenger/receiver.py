@@ -1,7 +1,7 @@
 """Landing KV in this node's arena: plans for senders, slices by shared memory or TCP, word to the decode worker."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import monotonic
@@ -52,7 +52,9 @@ class Receiver:
         *,
         transport: TransportKind,
         data_host: str,
+        on_written: Callable[[], None],
     ) -> None:
+        """*on_written* is called after writes have ended: blocks may have become free, or findable."""
         self._core = core
         self._arena = arena
         self._me = me
@@ -60,6 +62,7 @@ class Receiver:
         self._threads = threads
         self._transport = transport
         self._data_host = data_host
+        self._on_written = on_written
         self._opened: dict[TransferId, _Opened] = {}
         self._by_token: dict[bytes, _Opened] = {}
         self.changed = Bell()
@@ -76,6 +79,8 @@ class Receiver:
         if request.transfer_id in self._opened:
             raise SliceLost(f"transfer {request.transfer_id} has a sender already")
         transport, source = await self._choose(request)
+        if self._core.landing(request.transfer_id) is not landing:
+            raise SliceLost(f"transfer {request.transfer_id} has ended: {landing.failure}")
         token = secrets.token_bytes(16)
         opened = _Opened(landing=landing, token=token, source=source)
         self._opened[request.transfer_id] = self._by_token[token] = opened
@@ -175,6 +180,7 @@ class Receiver:
         if opened is None:  # the job ended while its slice was on the wire
             for place in destinations:
                 self._core.pool.end_write(place.block)
+            self._on_written()
             return
         self._finish(opened, destinations, error)
 
@@ -191,6 +197,7 @@ class Receiver:
             self._core.settle(opened.landing)
         if opened.landing.state is not LandingState.OPEN:
             self.changed.ring()
+        self._on_written()
 
 
 def _span(item: OfferedSlice) -> SliceSpan:

@@ -203,7 +203,14 @@ class MessengerService:
         info = self._info(core)
         view = self._arena.view
         receiver = Receiver(
-            core, view, info, self._sources, self._threads, transport=config.transport, data_host=config.data_host
+            core,
+            view,
+            info,
+            self._sources,
+            self._threads,
+            transport=config.transport,
+            data_host=config.data_host,
+            on_written=self._pool_changed,
         )
         self._listener = TcpListener(config.data_host, config.data_port, view, receiver)
         receiver.data_port = self._listener.port
@@ -313,6 +320,10 @@ class MessengerService:
         for transfer_id in self._core.release(job_id, why):
             self._sender.forget(transfer_id)
             self._receiver.forget(transfer_id)
+        self._pool_changed()
+
+    def _pool_changed(self) -> None:
+        """Blocks may have become free or findable: by a release, or by the last write into one that was released."""
         self._publisher.poke()
         self._room.ring()
 
@@ -337,9 +348,7 @@ class MessengerService:
         return await self._ready_receiver().open(request)
 
     async def _slice_offer(self, offer: SliceOffer, _: Caller) -> SliceAck:
-        ack = await self._ready_receiver().take_offer(offer)
-        self._publisher.poke()
-        return ack
+        return await self._ready_receiver().take_offer(offer)
 
     def _abort_transfer(self, request: AbortTransfer, _: Caller) -> Ok:
         self._ready_receiver().abort(request.transfer_id, request.reason)
