@@ -8,7 +8,7 @@ Moving KV, sender A and receiver B::
     decode  → B   Acquire(landing)     reserves the blocks the KV will land in; answered when all of it has landed
     prefill → A   StartSend            A asks B for the plan: OpenTransfer, answered by TransferPlan
     prefill → A   SliceReady           one-way, after the forward that wrote the slice has finished
-            A → B SliceOffer | a TCP frame    B copies (shm) or receives (tcp) into its own arena and acknowledges
+            A → B SliceOffer | a TCP frame    B copies (shm), reads (rdma) or receives (tcp) into its own arena and acknowledges
     prefill → A   FinishSend           answered when every slice is acknowledged, or by Failure; the job is released
 
 An arena is written only by processes of its own node: a sender never writes into another node's memory, so revoking a
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from mooncake_proto.codec import message
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId
+from mooncake_proto.rdma import RdmaMemory
 from mooncake_proto.shapes import Natural, PackedKeys
 
 
@@ -185,12 +186,13 @@ class SendReport:
 class OpenTransfer:
     """Sender's messenger → receiver's. Waits for the landing to be reserved. Answered by TransferPlan or Failure.
 
-    ``transports`` are those the sender would use, best first.
+    ``transports`` are those the sender would use, best first; ``rdma`` is its arena for those who read it by RDMA.
     """
 
     transfer_id: TransferId
     source: ArenaInfo
     transports: tuple[str, ...]
+    rdma: RdmaMemory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +207,7 @@ class Slot:
 @message("transfer.plan")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
-    """``transport`` is what the receiver chose: shm when it has mapped the source's arena, else tcp."""
+    """``transport`` is what the receiver chose of those offered."""
 
     transfer_id: TransferId
     transport: str
@@ -232,7 +234,7 @@ class OfferedSlice:
 @message("transfer.slice_offer")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceOffer:
-    """Sender's messenger → receiver's (shm): copy these. Answered by SliceAck or Failure."""
+    """Sender's messenger → receiver's (shm, rdma): copy these. Answered by SliceAck or Failure."""
 
     transfer_id: TransferId
     slices: tuple[OfferedSlice, ...]

@@ -16,6 +16,7 @@ from typing import Annotated, Final
 
 from mooncake_mesh.config_checks import above_zero, at_least, bound, connected, ids, listening, whole_blocks, words
 from mooncake_mesh.kv.eviction import EvictionKind
+from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.kv.layout import KvDtype
 
 MiB: Final = 1 << 20
@@ -49,11 +50,12 @@ class FakeOutput(enum.Enum):
 
 
 class TransportKind(enum.Enum):
-    """How KV leaves a node. ``auto`` takes shared memory between processes of one host, else TCP."""
+    """How KV leaves a node. ``auto`` takes shared memory between processes of one host, else TCP; RDMA only by name."""
 
     AUTO = "auto"
     SHM = "shm"
     TCP = "tcp"
+    RDMA = "rdma"
 
 
 class ChecksumKind(enum.Enum):
@@ -160,11 +162,12 @@ class MessengerConfig:
     )
     arena_bytes: Annotated[int, "memory for KVCache blocks"] = 1 * GiB
     eviction: Annotated[EvictionKind, "which unused block goes first when room is needed"] = EvictionKind.LRU
-    transport: Annotated[TransportKind, "shm, tcp, or auto: shm on one host, else tcp"] = TransportKind.AUTO
+    transport: Annotated[TransportKind, "shm, tcp, rdma, or auto: shm on one host, else tcp"] = TransportKind.AUTO
     data_host: Annotated[str, "address of the TCP transport"] = "127.0.0.1"
     data_port: Annotated[int, "port of the TCP transport; 0 takes a free one"] = 0
     tcp_connections: Annotated[int, "TCP connections to each other node"] = 2
     checksum: Annotated[ChecksumKind, "checksum of every slice: xxh3 or none"] = ChecksumKind.XXH3
+    rdma: RdmaConfig = RdmaConfig()
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -258,7 +261,7 @@ class UpConfig:
     prefill: Annotated[int, "prefill instances"] = 1
     decode: Annotated[int, "decode instances"] = 1
     arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
-    transport: Annotated[TransportKind, "how KV moves between the nodes: auto, shm or tcp"] = TransportKind.AUTO
+    transport: Annotated[TransportKind, "how KV moves between the nodes: auto, shm, tcp or rdma"] = TransportKind.AUTO
     run_dir: Annotated[Path | None, "folder for sockets; a fresh one otherwise, removed at the end"] = None
     log_dir: Annotated[Path | None, "folder for one log file of each process; all go to stderr otherwise"] = None
     fake: FakeConfig = FakeConfig()

@@ -24,6 +24,7 @@ from mooncake_mesh.config import (
     RoleConfig,
     UpConfig,
 )
+from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.errors import ConfigError
 from mooncake_mesh.kv.layout import KvDtype
 
@@ -165,7 +166,7 @@ def test_missing_file_is_refused(toml: Path) -> None:
         ("MOONCAKE_MESSENGER_ARENA_BYTES", "1 potato", "messenger.arena_bytes", "expected a size such as 512MiB"),
         ("MOONCAKE_MESSENGER_ARENA_BYTES", "0.3KiB", "messenger.arena_bytes", "no whole number of bytes"),
         ("MOONCAKE_MESSENGER_DATA_PORT", "", "messenger.data_port", "expected an integer"),
-        ("MOONCAKE_MESSENGER_TRANSPORT", "rdma", "messenger.transport", "expected one of auto, shm, tcp"),
+        ("MOONCAKE_MESSENGER_TRANSPORT", "ib", "messenger.transport", "expected one of auto, shm, tcp, rdma"),
         ("MOONCAKE_MESSENGER_ALLOW_INSECURE_BIND", "maybe", "messenger.allow_insecure_bind", "expected true or false"),
         ("MOONCAKE_MESSENGER_RUN_DIR", "/tmp/\udcff", "messenger.run_dir", "valid UTF-8"),
         ("MOONCAKE_MESSENGER_BIND", "tcp://*:1", "messenger.bind", "CURVE"),
@@ -223,3 +224,19 @@ def test_flags_for_a_child_read_back() -> None:
     given_fields = {"model": "-odd", "threads": 2, "allow_insecure_bind": False, "fake": FakeConfig(layers=5)}
     flags = flags_of(PrefillConfig, given_fields)
     assert _load(PrefillConfig, *flags) == PrefillConfig(**given_fields)  # type: ignore[arg-type]
+
+
+def test_variables_of_mooncakes_transfer_engine_are_taken_and_ours_win(tmp_path: Path) -> None:
+    environ = {"MC_GID_INDEX": "3", "MC_MTU": "1024", "MC_CUSTOM_TOPO_JSON": str(tmp_path), "MC_SLICE_SIZE": "65536"}
+    config = _load(MessengerConfig, environ=environ)
+    assert isinstance(config, MessengerConfig)
+    assert config.rdma == RdmaConfig(gid_index=3, mtu=1024, topology=tmp_path, slice_bytes=65536)
+    config = _load(MessengerConfig, environ=environ | {"MOONCAKE_MESSENGER_RDMA_GID_INDEX": "5"})
+    assert isinstance(config, MessengerConfig)
+    assert config.rdma.gid_index == 5
+
+
+def test_a_bad_alias_is_named_where_it_counts() -> None:
+    with pytest.raises(ConfigError, match=r"^messenger\.rdma\.mtu: .* \(from MC_MTU\)"):
+        _load(MessengerConfig, environ={"MC_MTU": "1500"})
+    assert _load(GatewayConfig, environ={"MC_MTU": "1500"}) == GatewayConfig()

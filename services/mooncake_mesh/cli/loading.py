@@ -12,15 +12,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from mooncake_mesh.cli import values
 from mooncake_mesh.cli.settings import PREFIX, Setting, flat, section_of, settings_of
 from mooncake_mesh.cli.values import Value
 from mooncake_mesh.config import SECTIONS, FakeConfig, RoleConfig
+from mooncake_mesh.config_rdma import ALIASES, RdmaConfig
 from mooncake_mesh.errors import ConfigError
 
 C = TypeVar("C", bound=RoleConfig)
+
+_TABLES: Final[dict[str, type]] = {"fake": FakeConfig, "rdma": RdmaConfig}
+"""Nested tables, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +78,22 @@ def _table(file: Path, section: str) -> dict[str, Any]:
 def _from_environment(environ: Mapping[str, str], section: str, settings: Mapping[str, Setting]) -> dict[str, Given]:
     keys = {setting.variable(section): key for key, setting in settings.items()}
     prefix = f"{PREFIX}_{section.upper()}_"
-    given = {}
+    given = _from_aliases(environ, section, settings)
     for variable in sorted(name for name in environ if name.startswith(prefix)):
         key = keys.get(variable, variable.removeprefix(prefix).lower())
         setting = _setting(key, variable, section, settings)
         given[key] = _from_text(section, setting, variable, environ[variable])
     return given
+
+
+def _from_aliases(environ: Mapping[str, str], section: str, settings: Mapping[str, Setting]) -> dict[str, Given]:
+    """RDMA settings under the names that Mooncake's transfer engine gives them; our own names win over these."""
+    known = {variable: f"rdma.{field}" for variable, field in ALIASES.items() if f"rdma.{field}" in settings}
+    return {
+        key: _from_text(section, settings[key], variable, environ[variable])
+        for variable, key in known.items()
+        if environ.get(variable)
+    }
 
 
 def _from_flags(flags: argparse.Namespace, section: str, settings: Mapping[str, Setting]) -> dict[str, Given]:
@@ -101,10 +115,12 @@ def _from_text(section: str, setting: Setting, source: str, text: str) -> Given:
 
 
 def _build(cls: type[C], section: str, given: Mapping[str, Given]) -> C:
-    fake = {key.removeprefix("fake."): item.value for key, item in given.items() if key.startswith("fake.")}
     arguments: dict[str, Any] = {key: item.value for key, item in given.items() if "." not in key}
-    if fake:
-        arguments["fake"] = _construct(FakeConfig, fake, f"{section}.fake", given, "fake.")
+    for table, nested in _TABLES.items():
+        prefix = f"{table}."
+        own = {key.removeprefix(prefix): item.value for key, item in given.items() if key.startswith(prefix)}
+        if own:
+            arguments[table] = _construct(nested, own, f"{section}.{table}", given, prefix)
     return _construct(cls, arguments, section, given, "")
 
 

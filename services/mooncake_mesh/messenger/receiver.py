@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -17,6 +18,7 @@ from mooncake_mesh.messenger.landing import Destination, Landing, LandingState, 
 from mooncake_mesh.messenger.transports.api import Incoming, LinkLost
 from mooncake_mesh.messenger.transports.shm import Copy, SourceArenas, copy_in
 from mooncake_proto.ids import TransferId
+from mooncake_proto.rdma import RdmaMemory
 from mooncake_proto.transfer import (
     ArenaInfo,
     Landed,
@@ -27,6 +29,9 @@ from mooncake_proto.transfer import (
     TransferPlan,
 )
 
+if TYPE_CHECKING:  # needs pyverbs
+    from mooncake_mesh.messenger.transports.rdma.arena import RdmaArena
+
 log = structlog.get_logger(__name__)
 
 
@@ -36,7 +41,7 @@ class _Opened:
 
     landing: Landing
     token: bytes
-    source: BorrowedArena | None
+    source: BorrowedArena | RdmaMemory | None
 
 
 class Receiver:
@@ -52,6 +57,7 @@ class Receiver:
         *,
         transport: TransportKind,
         data_host: str,
+        rdma: "RdmaArena | None",
         on_written: Callable[[], None],
     ) -> None:
         """*on_written* is called after writes have ended: blocks may have become free, or findable."""
@@ -62,6 +68,7 @@ class Receiver:
         self._threads = threads
         self._transport = transport
         self._data_host = data_host
+        self._rdma = rdma
         self._on_written = on_written
         self._opened: dict[TransferId, _Opened] = {}
         self._by_token: dict[bytes, _Opened] = {}
@@ -121,10 +128,10 @@ class Receiver:
             del self._by_token[opened.token]
         self.changed.ring()
 
-    # --- shared memory ------------------------------------------------------------------------------------------------
+    # --- shared memory and RDMA ------------------------------------------------------------------------------------------------
 
     async def take_offer(self, offer: SliceOffer) -> SliceAck:
-        """Copy what a sender of this host offers. Raises TransferError; the landing has failed then."""
+        """Fetch what a sender offers: copy from its arena on this host, or read it by RDMA. Raises TransferError; the landing has failed then."""
         opened = self._opened.get(offer.transfer_id)
         if opened is None or opened.source is None:
             raise SliceLost(f"no landing for transfer {offer.transfer_id}")
@@ -133,7 +140,7 @@ class Receiver:
         copies = [self._copy(offered[place.span], place, opened.landing.layers) for place in destinations]
         error: TransferError | None = SliceLost("the copy was interrupted")
         try:
-            await copy_in(copies, opened.source, self._arena, self._threads)
+            await self._fetch(copies, opened.source)
             error = None
         except TransferError as caught:
             error = caught
@@ -142,12 +149,20 @@ class Receiver:
             self._finish(opened, destinations, error)
         return SliceAck(transfer_id=offer.transfer_id, slices=len(offer.slices))
 
+    async def _fetch(self, copies: Sequence[Copy], source: BorrowedArena | RdmaMemory) -> None:
+        """Returns, also when cancelled, only after the last byte was written."""
+        if isinstance(source, BorrowedArena):
+            await copy_in(copies, source, self._arena, self._threads)
+        else:
+            assert self._rdma is not None, "chosen for this transfer"
+            await self._rdma.read_in(copies, source)
+
     def _copy(self, item: OfferedSlice, place: Destination, layers: int) -> Copy:
         slice_bytes = self._core.block_bytes // layers
         offset = (item.source_block * layers + item.layer) * slice_bytes
         return Copy(destination=place, source_offset=offset, checksum=item.checksum)
 
-    async def _choose(self, request: OpenTransfer) -> tuple[str, BorrowedArena | None]:
+    async def _choose(self, request: OpenTransfer) -> tuple[str, BorrowedArena | RdmaMemory | None]:
         """Transport of this transfer. A transport that was asked for by name is never replaced by another."""
         mine = (TransportKind.SHM, TransportKind.TCP) if self._transport is TransportKind.AUTO else (self._transport,)
         common = [kind.value for kind in mine if kind.value in request.transports]
@@ -156,6 +171,8 @@ class Receiver:
                 return TransportKind.SHM.value, await self._sources.map(request.source)
             except PeerUnreachable as error:
                 log.warning("shm_unreachable", peer=request.source.node_id, error=str(error))
+        if TransportKind.RDMA.value in common and request.rdma is not None:
+            return TransportKind.RDMA.value, request.rdma
         if TransportKind.TCP.value in common:
             return TransportKind.TCP.value, None
         raise TransferError(

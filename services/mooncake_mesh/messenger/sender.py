@@ -14,9 +14,11 @@ from mooncake_mesh.errors import MeshError, MooncakeError, SliceLost, TransferEr
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.sending import Outbound, OutgoingSlice
 from mooncake_mesh.messenger.transports.api import SealedSlice, SendPath, checksum
+from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
 from mooncake_mesh.messenger.transports.shm import ShmSendPath
-from mooncake_mesh.messenger.transports.tcp import TcpConnections, TcpSendPath
+from mooncake_mesh.messenger.transports.tcp import tcp_connections
 from mooncake_proto.ids import TransferId
+from mooncake_proto.rdma import RdmaMemory
 from mooncake_proto.transfer import AbortTransfer, ArenaInfo, OpenTransfer, SendReport, SliceReady, TransferPlan
 
 log = structlog.get_logger(__name__)
@@ -52,6 +54,7 @@ class Sender:
         transport: TransportKind,
         checksums: ChecksumKind,
         tcp_connections: int,
+        rdma: RdmaMemory | None,
     ) -> None:
         self._arena = arena
         self._me = me
@@ -61,7 +64,8 @@ class Sender:
         self._offered = ("shm", "tcp") if transport is TransportKind.AUTO else (transport.value,)
         self._checksums = checksums
         self._tcp_connections = tcp_connections
-        self._tcp: dict[tuple[str, int], TcpConnections] = {}
+        self._rdma = rdma
+        self._tcp: dict[tuple[str, int], Connections] = {}
         self._sending: dict[TransferId, _Sending] = {}
         self.sent_bytes = 0
         self.transports: set[str] = set()
@@ -127,17 +131,17 @@ class Sender:
     async def _open(self, sending: _Sending, deadline_s: float) -> SendPath:
         transfer_id = sending.outbound.transfer_id
         peer = self._peers.get(sending.target)
-        request = OpenTransfer(transfer_id=transfer_id, source=self._me, transports=self._offered)
+        request = OpenTransfer(transfer_id=transfer_id, source=self._me, transports=self._offered, rdma=self._rdma)
         plan = await peer.call(request, TransferPlan, timeout_s=deadline_s)
         sending.outbound.planned(plan.slots)
         sending.transport = plan.transport
         self.transports.add(plan.transport)
-        if plan.transport == TransportKind.SHM.value:
-            return ShmSendPath(peer, transfer_id, timeout_s=_ACK_TIMEOUT_S)
+        if plan.transport in (TransportKind.SHM.value, TransportKind.RDMA.value):
+            return ShmSendPath(peer, transfer_id, name=plan.transport, timeout_s=_ACK_TIMEOUT_S)
         address = (plan.tcp_host, plan.tcp_port)
         if address not in self._tcp:
-            self._tcp[address] = TcpConnections(*address, self._tcp_connections)
-        return TcpSendPath(self._tcp[address], bytes.fromhex(plan.token), self._arena)
+            self._tcp[address] = tcp_connections(*address, self._tcp_connections)
+        return LinkPath(self._tcp[address], bytes.fromhex(plan.token), self._arena)
 
     async def _stream(self, sending: _Sending, path: SendPath) -> None:
         outbound = sending.outbound

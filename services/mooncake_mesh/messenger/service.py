@@ -4,7 +4,7 @@
 socket who connects            what flows
 ====== ======================= =========================================================
 ROUTER workers of this node    Attach, Acquire, Grow, Seal, Release, StartSend …
-ROUTER other messengers        OpenTransfer, SliceOffer, AbortTransfer, PushBlocks
+ROUTER other messengers        OpenTransfer, SliceOffer, ConnectQp, AbortTransfer, PushBlocks
 Unix   workers, messengers     the arena's descriptor; open for the life of the process
 TCP    other messengers        slices, where the transport is tcp
 ====== ======================= =========================================================
@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from uuid import uuid4
 
 import structlog
 
-from mooncake_mesh.config import MessengerConfig
-from mooncake_mesh.errors import InvalidRequest, MooncakeError, NoFreeBlocks, PeerUnreachable
+from mooncake_mesh.config import MessengerConfig, TransportKind
+from mooncake_mesh.errors import InvalidRequest, MooncakeError, NoFreeBlocks, PeerUnreachable, TransferError
 from mooncake_mesh.kv.block_hash import join_keys, split_keys
 from mooncake_mesh.kv.block_pool import NoRoom
 from mooncake_mesh.mesh.arena import Arena, ArenaServer, Holder
@@ -40,6 +40,7 @@ from mooncake_mesh.messenger.transports.shm import SourceArenas
 from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
 from mooncake_proto.control import Load, Member, Ok, Ping, Pong, Role
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId, new_incarnation
+from mooncake_proto.rdma import ConnectQp, QpConnected
 from mooncake_proto.transfer import (
     AbortTransfer,
     Acquire,
@@ -61,6 +62,9 @@ from mooncake_proto.transfer import (
     StartSend,
     TransferPlan,
 )
+
+if TYPE_CHECKING:  # needs pyverbs
+    from mooncake_mesh.messenger.transports.rdma.arena import RdmaArena
 
 log = structlog.get_logger(__name__)
 
@@ -90,6 +94,7 @@ class MessengerService:
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
         self._listener: TcpListener | None = None
+        self._rdma: RdmaArena | None = None
         self._arena_server = ArenaServer(
             Path(config.run_dir) / f"{config.instance_id}.arena",
             self._arena,
@@ -110,6 +115,7 @@ class MessengerService:
             SliceReady: self._slice_ready,
             FinishSend: self._finish_send,
             OpenTransfer: self._open_transfer,
+            ConnectQp: self._connect_qp,
             SliceOffer: self._slice_offer,
             AbortTransfer: self._abort_transfer,
             PushBlocks: self._push_blocks,
@@ -130,6 +136,8 @@ class MessengerService:
             self._tasks.create_task(self._publisher.run()),
             self._tasks.create_task(self._arena_server.run()),
         ]
+        if self._config.transport is TransportKind.RDMA:
+            self._rdma = self._open_rdma()
         lifecycle.ready(endpoint=self._server.endpoint, arena_bytes=self._config.arena_bytes)
         await lifecycle.stopping.wait()
         await membership.leave()
@@ -145,6 +153,8 @@ class MessengerService:
                 self._end_job(job_id, "the messenger stops")
             await self._listener.close()
             self._sender.close()
+        if self._rdma is not None:
+            self._rdma.close()
         self._peers.close()
         self._conductor.close()
         self._threads.shutdown()
@@ -210,6 +220,7 @@ class MessengerService:
             self._threads,
             transport=config.transport,
             data_host=config.data_host,
+            rdma=self._rdma,
             on_written=self._pool_changed,
         )
         self._listener = TcpListener(config.data_host, config.data_port, view, receiver)
@@ -223,10 +234,26 @@ class MessengerService:
             transport=config.transport,
             checksums=config.checksum,
             tcp_connections=config.tcp_connections,
+            rdma=None if self._rdma is None else self._rdma.memory,
         )
         self._core, self._receiver = core, receiver
         self._publisher.attach(core)
         log.info("arena_cut", block_bytes=block_bytes, n_blocks=core.pool.n_blocks, data_port=self._listener.port)
+
+    def _open_rdma(self) -> "RdmaArena":
+        """The arena registered with this machine's NICs. Raises TransferError: what was asked for is not replaced."""
+        try:
+            from mooncake_mesh.messenger.transports.rdma.arena import RdmaArena
+        except ImportError as error:
+            raise TransferError(f"transport rdma: pyverbs cannot be imported: {error} (see mooncake doctor)") from error
+        return RdmaArena(
+            self._config.rdma,
+            self._arena.view,
+            self._peers,
+            self._threads,
+            incarnation=self._incarnation,
+            endpoint=self._server.endpoint,
+        )
 
     def _info(self, core: MessengerCore) -> ArenaInfo:
         return ArenaInfo(
@@ -346,6 +373,11 @@ class MessengerService:
 
     async def _open_transfer(self, request: OpenTransfer, _: Caller) -> TransferPlan:
         return await self._ready_receiver().open(request)
+
+    def _connect_qp(self, request: ConnectQp, _: Caller) -> QpConnected:
+        if self._rdma is None:
+            raise TransferError(f"{self._config.node_id} does not use RDMA")
+        return self._rdma.engine.accept(request)
 
     async def _slice_offer(self, offer: SliceOffer, _: Caller) -> SliceAck:
         return await self._ready_receiver().take_offer(offer)

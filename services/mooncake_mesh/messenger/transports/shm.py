@@ -25,11 +25,10 @@ log = structlog.get_logger(__name__)
 
 
 class ShmSendPath:
-    """Offers slices to the receiver, which copies them."""
+    """Offers slices to the receiver, which fetches them (*name*: by copy from shared memory, or by RDMA)."""
 
-    name = "shm"
-
-    def __init__(self, receiver: RpcClient, transfer_id: TransferId, *, timeout_s: float) -> None:
+    def __init__(self, receiver: RpcClient, transfer_id: TransferId, *, name: str, timeout_s: float) -> None:
+        self.name = name
         self._receiver = receiver
         self._transfer_id = transfer_id
         self._timeout_s = timeout_s
@@ -51,7 +50,7 @@ class ShmSendPath:
         try:
             await self._receiver.call(offer, SliceAck, timeout_s=self._timeout_s)
         except MeshError as error:
-            raise TransferError(f"transfer {self._transfer_id} over shm: {error}") from error
+            raise TransferError(f"transfer {self._transfer_id} over {self.name}: {error}") from error
 
 
 class SourceArenas:
