@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from mooncake_mesh.config_checks import above_zero, at_least, bound, connected, ids, listening, whole_blocks, words
-from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.config_rdma import RdmaConfig
+from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.layout import KvDtype
 
 MiB: Final = 1 << 20
@@ -167,7 +167,7 @@ class MessengerConfig:
     data_port: Annotated[int, "port of the TCP transport; 0 takes a free one"] = 0
     tcp_connections: Annotated[int, "TCP connections to each other node"] = 2
     checksum: Annotated[ChecksumKind, "checksum of every slice: xxh3 or none"] = ChecksumKind.XXH3
-    rdma: RdmaConfig = RdmaConfig()
+    rdma: RdmaConfig = field(default_factory=RdmaConfig)
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE

@@ -128,10 +128,13 @@ class Receiver:
             del self._by_token[opened.token]
         self.changed.ring()
 
-    # --- shared memory and RDMA ------------------------------------------------------------------------------------------------
+    # --- shared memory and RDMA ---------------------------------------------------------------------------------------
 
     async def take_offer(self, offer: SliceOffer) -> SliceAck:
-        """Fetch what a sender offers: copy from its arena on this host, or read it by RDMA. Raises TransferError; the landing has failed then."""
+        """Fetch what a sender offers: copy from its arena on this host, or read it by RDMA.
+
+        Raises TransferError; the landing has failed then.
+        """
         opened = self._opened.get(offer.transfer_id)
         if opened is None or opened.source is None:
             raise SliceLost(f"no landing for transfer {offer.transfer_id}")
