@@ -10,9 +10,10 @@ from mooncake_mesh.errors import ChecksumMismatch, SliceLost, TransferError
 from mooncake_mesh.messenger.transports import frames
 from mooncake_mesh.messenger.transports.api import LinkLost, SealedSlice, SliceRefused
 from mooncake_mesh.messenger.transports.frames import Carriage, Verdict
+from mooncake_mesh.messenger.transports.outbound import WINDOW_FRAMES
+from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
 from mooncake_mesh.messenger.transports.streams import receive_exactly
-from mooncake_mesh.messenger.transports.tcp import TcpConnections, TcpSendPath
-from mooncake_mesh.messenger.transports.tcp_link import WINDOW_FRAMES
+from mooncake_mesh.messenger.transports.tcp import tcp_connections
 from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
 from mooncake_mesh.messenger.transports.windows import slot_slice
 from tests.unit.transport_doubles import HOST, HandMadeReceiver, HandMadeSender, RecordingWindows, Relay, tcp_pair
@@ -228,9 +229,9 @@ def test_memory_is_not_read_after_a_cancel(reads_on: bool) -> None:
     async def run() -> None:
         receiver = HandMadeReceiver()
         memory = bytearray(b"\x01") * size
-        connections = TcpConnections(HOST, receiver.port, 1)
+        connections = tcp_connections(HOST, receiver.port, 1)
         welcome = asyncio.get_running_loop().run_in_executor(None, receiver.welcome, 1)
-        path = TcpSendPath(connections, b"t" * 16, memoryview(memory))
+        path = LinkPath(connections, b"t" * 16, memoryview(memory))
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(path.send(_slices(memory, size, 1, seal=False)))
             await welcome
@@ -258,9 +259,9 @@ def test_a_window_of_frames_is_under_way_and_no_more() -> None:
     async def run() -> None:
         receiver = HandMadeReceiver()
         memory = bytearray(100)
-        connections = TcpConnections(HOST, receiver.port, 1)
+        connections = tcp_connections(HOST, receiver.port, 1)
         welcome = asyncio.get_running_loop().run_in_executor(None, receiver.welcome, 1)
-        path = TcpSendPath(connections, b"t" * 16, memoryview(memory))
+        path = LinkPath(connections, b"t" * 16, memoryview(memory))
         async with asyncio.TaskGroup() as tasks:
             batch = _slices(memory, 100, 1)
             sends = [tasks.create_task(path.send(batch)) for _ in range(WINDOW_FRAMES + 1)]
@@ -320,15 +321,15 @@ def test_a_receiver_that_restarts_is_reached_again() -> None:
         target = bytearray(MiB)
         source = bytearray(b"\x05") * MiB
         port = 0
-        connections: TcpConnections | None = None
+        connections: Connections | None = None
         for _ in range(2):
             windows = RecordingWindows(MiB)
             listener = TcpListener(HOST, port, memoryview(target), windows)
             port = listener.port
-            connections = connections or TcpConnections(HOST, port, 2)
+            connections = connections or tcp_connections(HOST, port, 2)
             token = windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
             target[:] = bytes(MiB)
-            await TcpSendPath(connections, token, memoryview(source)).send(_slices(source, MiB, 1))
+            await LinkPath(connections, token, memoryview(source)).send(_slices(source, MiB, 1))
             assert target == source
             await listener.close()
         assert connections is not None
@@ -342,7 +343,7 @@ def test_a_receiver_that_is_not_there_is_an_error_and_then_rests() -> None:
         port = gone.getsockname()[1]
 
     async def run() -> None:
-        connections = TcpConnections(HOST, port, 2)
+        connections = tcp_connections(HOST, port, 2)
         for _ in range(2):
             with pytest.raises(TransferError, match="cannot connect"):
                 await connections.link()
@@ -362,7 +363,7 @@ def test_a_closed_listener_writes_no_more() -> None:
             await asyncio.to_thread(sender.lanes[0].sendall, bytes(1000))
             await pair.listener.close()
             assert [type(error) for error in pair.windows.ends] == [LinkLost]
-            assert not [thread for thread in threading.enumerate() if thread.name == "tcp-receive"]
+            assert not [thread for thread in threading.enumerate() if thread.name == "kv-receive"]
             sender.close()
 
     asyncio.run(run())

@@ -11,8 +11,9 @@ from mooncake_mesh.errors import TransferError
 from mooncake_mesh.messenger.landing import Destination
 from mooncake_mesh.messenger.transports import frames
 from mooncake_mesh.messenger.transports.frames import Hello, Kind
+from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
 from mooncake_mesh.messenger.transports.streams import receive_exactly
-from mooncake_mesh.messenger.transports.tcp import TcpConnections, TcpSendPath
+from mooncake_mesh.messenger.transports.tcp import tcp_connections
 from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
 from mooncake_mesh.messenger.transports.windows import Windows
 
@@ -27,11 +28,13 @@ class RecordingWindows(Windows):
         super().__init__(size_bytes)
         self.begun = 0
         self.ends: list[TransferError | None] = []
+        self.first_begun = asyncio.Event()
         self.ended = asyncio.Event()
 
     def begin(self, token, incoming) -> list[Destination]:
         destinations = super().begin(token, incoming)
         self.begun += 1
+        self.first_begun.set()
         return destinations
 
     def end(self, token: bytes, destinations: Sequence[Destination], error: TransferError | None) -> None:
@@ -46,10 +49,10 @@ class Pair:
     target: bytearray
     windows: RecordingWindows
     listener: TcpListener
-    connections: TcpConnections
+    connections: Connections
 
-    def path(self, token: bytes) -> TcpSendPath:
-        return TcpSendPath(self.connections, token, memoryview(self.source))
+    def path(self, token: bytes) -> LinkPath:
+        return LinkPath(self.connections, token, memoryview(self.source))
 
 
 @asynccontextmanager
@@ -60,7 +63,7 @@ async def tcp_pair(size_bytes: int, *, n_lanes: int = 2, via: "Relay | None" = N
     listener = TcpListener(HOST, 0, memoryview(target), windows)
     if via is not None:
         via.port_behind = listener.port
-    connections = TcpConnections(HOST, via.port if via is not None else listener.port, n_lanes)
+    connections = tcp_connections(HOST, via.port if via is not None else listener.port, n_lanes)
     try:
         yield Pair(source, target, windows, listener, connections)
     finally:

@@ -1,6 +1,7 @@
-"""The bytes on a TCP link, pure: packing, and strict unpacking of whatever a stranger may send.
+"""The bytes on a link, pure: packing, and strict unpacking of whatever a stranger may send.
 
-A link is one *control* connection and a few *lanes*, all opened by the sender::
+A link is one *control* connection and, over TCP, a few *lanes*, all opened by the sender. Over shared memory the hello
+travels on a Unix socket, together with the descriptor of the sender's memory (SCM_RIGHTS)::
 
     hello    "MKV2" | kind (u8) | sender (16 bytes) | epoch (u32) | lane (u8) | number of lanes (u8)     first, on each
     welcome  0x01                                                                              back, on each
@@ -8,6 +9,7 @@ A link is one *control* connection and a few *lanes*, all opened by the sender::
     control  sender → receiver, any number of frames:
         head     frame (u32) | token (16 bytes) | number of slices (u16) | carriage (u8) | payload bytes (u32)
         entries  each: logical block (u32) | layer (u16) | n_layers (u16) | length (u32) | flags (u8) | XXH3-64 (u64)
+        offsets  only where the carriage is MAPPED, each: first byte of a slice in the sender's memory (u64)
         payload  only where the carriage is INLINE
     control  receiver → sender:
         ack      frame (u32) | verdict (u8)
@@ -35,6 +37,7 @@ WELCOME: Final = b"\x01"
 HELLO: Final = struct.Struct("<4sB16sIBB")
 HEAD: Final = struct.Struct("<I16sHBI")
 ENTRY: Final = struct.Struct("<IHHIBQ")
+OFFSET: Final = struct.Struct("<Q")
 ACK: Final = struct.Struct("<IB")
 TRAILER: Final = struct.Struct("<IB")
 _HAS_CHECKSUM: Final = 1
@@ -59,10 +62,11 @@ class Kind(enum.IntEnum):
 
 
 class Carriage(enum.IntEnum):
-    """Where a frame's payload travels."""
+    """Where a frame's payload travels: over the lanes, with its head, or not at all (the receiver reads it itself)."""
 
     LANES = 0
     INLINE = 1
+    MAPPED = 2
 
 
 class Verdict(enum.IntEnum):
@@ -109,14 +113,17 @@ class Head:
     def following_bytes(self) -> int:
         """Bytes on the control connection after the head."""
         inline = self.payload_bytes if self.carriage is Carriage.INLINE else 0
-        return self.n_slices * ENTRY.size + inline
+        offsets = self.n_slices * OFFSET.size if self.carriage is Carriage.MAPPED else 0
+        return self.n_slices * ENTRY.size + offsets + inline
 
 
 def pack_head(frame: int, token: bytes, carriage: Carriage, batch: Sequence[SealedSlice]) -> bytes:
     """Head and entries of *batch*."""
     payload_bytes = sum(item.piece.size_bytes for item in batch)
-    entries = b"".join([_pack_entry(item) for item in batch])
-    return HEAD.pack(frame, token, len(batch), carriage, payload_bytes) + entries
+    entries = [_pack_entry(item) for item in batch]
+    if carriage is Carriage.MAPPED:
+        entries += [OFFSET.pack(item.piece.offset) for item in batch]
+    return HEAD.pack(frame, token, len(batch), carriage, payload_bytes) + b"".join(entries)
 
 
 def _pack_entry(item: SealedSlice) -> bytes:
@@ -129,7 +136,7 @@ def unpack_head(data: memoryview) -> Head:
     """Raises FrameError for what no sender of ours would announce."""
     frame, token, n_slices, carriage, payload_bytes = HEAD.unpack(data)
     largest = INLINE_BYTES if carriage == Carriage.INLINE else MAX_FRAME_BYTES
-    if carriage > Carriage.INLINE or not 0 < n_slices <= MAX_SLICES or not 0 < payload_bytes <= largest:
+    if carriage > Carriage.MAPPED or not 0 < n_slices <= MAX_SLICES or not 0 < payload_bytes <= largest:
         raise FrameError("not a frame of this protocol")
     return Head(frame=frame, token=token, n_slices=n_slices, carriage=Carriage(carriage), payload_bytes=payload_bytes)
 
@@ -140,6 +147,11 @@ def unpack_entries(data: memoryview, head: Head) -> list[Incoming]:
     if sum(item.size_bytes for item in incoming) != head.payload_bytes:
         raise FrameError("the slices of a frame do not add up to its payload")
     return incoming
+
+
+def unpack_offsets(data: memoryview) -> list[int]:
+    """Where the slices of a MAPPED frame begin in the sender's memory."""
+    return [offset for (offset,) in OFFSET.iter_unpack(data)]
 
 
 def _incoming(logical: int, layer: int, n_layers: int, size_bytes: int, flags: int, digest: int) -> Incoming:

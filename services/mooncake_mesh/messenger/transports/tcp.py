@@ -1,226 +1,46 @@
-"""The sending end of TCP: links to receivers, and the path of one transfer over them (see frames.py for the bytes).
+"""The sending end of TCP: a control connection and a few lanes to each receiver (see frames.py for the bytes)."""
 
-A bounded window of frames is under way at a time. A link that breaks is opened again, with back-off, and what had not
-arrived is sent again. Memory is free again when a submission is over, however it ended.
-"""
-
-import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
-import structlog
-
-from mooncake_mesh.errors import SliceLost, TransferError
 from mooncake_mesh.messenger.transports import frames
-from mooncake_mesh.messenger.transports.api import LinkLost, SealedSlice
 from mooncake_mesh.messenger.transports.frames import Hello, Kind
+from mooncake_mesh.messenger.transports.paths import Connections, Sockets
 from mooncake_mesh.messenger.transports.streams import receive_exactly, tune
-from mooncake_mesh.messenger.transports.tcp_link import OutboundFrame, OutboundLink
 
-log = structlog.get_logger(__name__)
-
-FRAME_BYTES: Final = 4 << 20
-"""Slices are gathered into frames of about this size: an acknowledgement each, and a place in the window."""
 _CONNECT_TIMEOUT_S: Final = 5.0
 _STALL_TIMEOUT_S: Final = 30.0
-_ATTEMPTS: Final = 4
-_BACK_OFF_S: Final = 0.05
-_REST_S: Final = 1.0
 
 
-class TcpSubmission:
-    """Frames of one batch."""
-
-    def __init__(self, link: OutboundLink, under_way: Sequence[OutboundFrame]) -> None:
-        self._link = link
-        self._frames = under_way
-
-    def __await__(self) -> Generator[Any, None, None]:
-        return self._wait().__await__()
-
-    @property
-    def is_over(self) -> bool:
-        return all(frame.over.done() for frame in self._frames)
-
-    def cancel(self) -> None:
-        for frame in self._frames:
-            self._link.give_up(frame, SliceLost("the sender gave up"))
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        left = [frame for frame in self._frames if not frame.over.done()]
-        if not left:
-            callback()
-            return
-        remaining = len(left)
-
-        def one_over(_: object) -> None:
-            nonlocal remaining
-            remaining -= 1
-            if remaining == 0:
-                callback()
-
-        for frame in left:
-            frame.over.add_done_callback(one_over)
-
-    async def _wait(self) -> None:
-        cancelled: asyncio.CancelledError | None = None
-        while not self.is_over:
-            try:
-                await asyncio.wait([frame.over for frame in self._frames])
-            except asyncio.CancelledError as error:  # the memory is still read: the caller may not have it back yet
-                cancelled = error
-                self.cancel()
-        if cancelled is not None:
-            raise cancelled
-        failures = [failure for frame in self._frames if (failure := frame.over.result()) is not None]
-        if failures:  # what cannot be mended by sending again comes first
-            raise min(failures, key=lambda failure: isinstance(failure, LinkLost))
+def tcp_connections(host: str, port: int, n_lanes: int) -> Connections:
+    """Connections to the TcpListener at *host*, *port*, with *n_lanes* lanes."""
+    sender = secrets.token_bytes(16)
+    return Connections("tcp", f"{host}:{port}", partial(_open_all, (host, port), sender, n_lanes))
 
 
-class TcpConnections:
-    """The link to one receiver, opened when needed and opened again when lost. Used by any number of transfers."""
-
-    def __init__(self, host: str, port: int, n_lanes: int) -> None:
-        self.address = (host, port)
-        self._n_lanes = n_lanes
-        self._sender = secrets.token_bytes(16)
-        self._epoch = 0
-        self._link: OutboundLink | None = None
-        self._opening = asyncio.Lock()
-        self._is_closed = False
-        self._rest_until_s = 0.0
-        self._why = ""
-
-    async def link(self) -> OutboundLink:
-        """The live link, opened if need be. Raises TransferError when the receiver cannot be reached.
-
-        After some attempts the address rests for a while, during which every call fails at once.
-        """
-        async with self._opening:
-            if self._link is not None and not self._link.is_dead:
-                return self._link
-            if asyncio.get_running_loop().time() < self._rest_until_s:
-                raise TransferError(self._why)
-            delay_s = _BACK_OFF_S
-            for attempt in range(_ATTEMPTS):
-                if attempt:
-                    await asyncio.sleep(delay_s)
-                    delay_s *= 2
-                if self._is_closed:
-                    raise TransferError("tcp: closed")
-                self._epoch += 1
-                try:
-                    self._link = OutboundLink(*await self._connect())
-                except OSError as error:
-                    self._why = f"tcp: cannot connect to {self.address[0]}:{self.address[1]}: {error}"
-                else:
-                    return self._link
-            self._rest_until_s = asyncio.get_running_loop().time() + _REST_S
-            raise TransferError(self._why)
-
-    def close(self) -> None:
-        """End the link; what is under way fails. Its threads end on their own."""
-        self._is_closed = True
-        if self._link is not None:
-            self._link.die("closed")
-
-    async def _connect(self) -> tuple[socket.socket, list[socket.socket]]:
-        """Raises OSError. A call that is cancelled leaves no connection behind."""
-        work = asyncio.get_running_loop().run_in_executor(None, self._open_all)
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            work.add_done_callback(_close_unused)
-            raise
-
-    def _open_all(self) -> tuple[socket.socket, list[socket.socket]]:
-        opened: list[socket.socket] = []
-        try:
-            opened.append(self._open(Kind.CONTROL, 0))
-            opened += [self._open(Kind.LANE, lane) for lane in range(self._n_lanes)]
-        except OSError:
-            for connection in opened:
-                connection.close()
-            raise
-        return opened[0], opened[1:]
-
-    def _open(self, kind: Kind, lane: int) -> socket.socket:
-        connection = socket.create_connection(self.address, timeout=_CONNECT_TIMEOUT_S)
-        try:
-            hello = Hello(kind=kind, sender=self._sender, epoch=self._epoch, lane=lane, n_lanes=self._n_lanes)
-            connection.sendall(hello.pack())
-            if receive_exactly(connection, 1) != frames.WELCOME:
-                raise ConnectionRefusedError("the receiver answered what no receiver would")
-            tune(connection, timeout_s=_STALL_TIMEOUT_S)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-
-def _close_unused(work: "asyncio.Future[tuple[socket.socket, list[socket.socket]]]") -> None:
-    if not work.cancelled() and work.exception() is None:
-        control, lanes = work.result()
-        for connection in (control, *lanes):
-            connection.close()
-
-
-class TcpSendPath:
-    """Sends slices of one transfer out of *memory*."""
-
-    name = "tcp"
-
-    def __init__(self, connections: TcpConnections, token: bytes, memory: memoryview) -> None:
-        self._connections = connections
-        self._token = token
-        self._memory = memory
-
-    async def submit(self, batch: Sequence[SealedSlice]) -> TcpSubmission:
-        """As :class:`SubmitPath`. A batch larger than the window waits for its own first frames."""
-        link = await self._connections.link()
-        under_way: list[OutboundFrame] = []
-        submission = TcpSubmission(link, under_way)
-        try:
-            for part in _frames_of(batch):
-                views = [self._memory[s.piece.offset : s.piece.offset + s.piece.size_bytes] for s in part]
-                await link.room(sum(len(view) for view in views))
-                under_way.append(link.submit(self._token, part, views))
-        except BaseException:
-            submission.cancel()
-            await _quietly(submission)
-            raise
-        return submission
-
-    async def send(self, batch: Sequence[SealedSlice]) -> None:
-        """As :class:`SendPath`. Sent again, on a new link, when the link breaks: the receiver takes each slice once."""
-        for attempt in range(_ATTEMPTS):
-            try:
-                await (await self.submit(batch))
-            except LinkLost as error:
-                if attempt + 1 == _ATTEMPTS:
-                    raise
-                log.info("tcp_link_lost", peer=self._connections.address, error=str(error))
-            else:
-                return
-
-
-async def _quietly(submission: TcpSubmission) -> None:
+def _open_all(address: tuple[str, int], sender: bytes, n_lanes: int, epoch: int) -> Sockets:
+    hellos = [Hello(kind=Kind.CONTROL, sender=sender, epoch=epoch, lane=0, n_lanes=n_lanes)]
+    hellos += [Hello(kind=Kind.LANE, sender=sender, epoch=epoch, lane=i, n_lanes=n_lanes) for i in range(n_lanes)]
+    opened: list[socket.socket] = []
     try:
-        await submission
-    except TransferError as error:  # it was given up
-        log.debug("submission_given_up", error=str(error))
+        opened.extend(_open(address, hello) for hello in hellos)
+    except OSError:
+        for connection in opened:
+            connection.close()
+        raise
+    return opened[0], opened[1:]
 
 
-def _frames_of(batch: Sequence[SealedSlice]) -> list[list[SealedSlice]]:
-    """*batch* in its order, cut into frames."""
-    parts: list[list[SealedSlice]] = []
-    size = FRAME_BYTES
-    for item in batch:
-        if size + item.piece.size_bytes > FRAME_BYTES or len(parts[-1]) == frames.MAX_SLICES:
-            parts.append([])
-            size = 0
-        parts[-1].append(item)
-        size += item.piece.size_bytes
-    return parts
+def _open(address: tuple[str, int], hello: Hello) -> socket.socket:
+    connection = socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S)
+    try:
+        connection.sendall(hello.pack())
+        if receive_exactly(connection, 1) != frames.WELCOME:
+            raise ConnectionRefusedError("the receiver answered what no receiver would")
+        tune(connection, timeout_s=_STALL_TIMEOUT_S)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -1,8 +1,4 @@
-"""The receiving end of TCP: who may open a link, and which links there are (see frames.py for the bytes).
-
-The link of a sender that connects again is taken down, and all its writes are over, before the new one is welcomed:
-what is sent again finds its places free.
-"""
+"""The receiving end of TCP: who may open a link, and lanes that receive (see frames.py for the bytes)."""
 
 import asyncio
 import socket
@@ -10,18 +6,19 @@ from typing import Final
 
 import structlog
 
-from mooncake_mesh.errors import MeshError
+from mooncake_mesh.errors import MeshError, SliceLost
 from mooncake_mesh.messenger.transports import frames
 from mooncake_mesh.messenger.transports.api import Landings
-from mooncake_mesh.messenger.transports.frames import FrameError, Hello, Kind
-from mooncake_mesh.messenger.transports.streams import tune
-from mooncake_mesh.messenger.transports.tcp_arrivals import InboundLink
+from mooncake_mesh.messenger.transports.frames import Carriage, FrameError, Hello, Kind
+from mooncake_mesh.messenger.transports.inbound import InboundFrame, InboundLink, LinkTable
+from mooncake_mesh.messenger.transports.streams import pieces_of, receive_exactly, receive_group, shut, tune
 
 log = structlog.get_logger(__name__)
 
 _MAX_CONNECTIONS: Final = 256
 _HELLO_TIMEOUT_S: Final = 10.0
 _STALL_TIMEOUT_S: Final = 30.0
+_SCRATCH_BYTES: Final = 64 << 10
 
 
 class TcpListener:
@@ -38,13 +35,12 @@ class TcpListener:
         self._landings = landings
         self._loop = asyncio.get_running_loop()
         self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
-        self._links: dict[bytes, InboundLink] = {}
-        self._ending: set[InboundLink] = set()
+        self._links = LinkTable()
         self._loop.add_reader(self._listener, self._accept)
 
     @property
     def n_connections(self) -> int:
-        return len(self._strangers) + sum(link.n_connections for link in (*self._links.values(), *self._ending))
+        return len(self._strangers) + self._links.n_connections
 
     async def close(self) -> None:
         """End all links. Returns when no thread writes to the memory any more."""
@@ -53,11 +49,7 @@ class TcpListener:
             self._listener.close()
         for stranger in list(self._strangers):
             self._dismiss(stranger, "closing")
-        for link in self._links.values():
-            link.die("the listener was closed")
-        ending = [link.ended for link in (*self._links.values(), *self._ending)]
-        if ending:
-            await asyncio.wait(ending)
+        await self._links.close()
 
     # --- strangers ----------------------------------------------------------------------------------------------------
 
@@ -99,24 +91,18 @@ class TcpListener:
             self._introduce(connection, hello)
 
     def _introduce(self, connection: socket.socket, hello: Hello) -> None:
-        """A new link, welcomed once the sender's former one has ended."""
-        former = self._links.pop(hello.sender, None)
-        after = former.ended if former is not None else None
-        link = self._links[hello.sender] = InboundLink(hello, self._memory, self._landings, self._loop, after)
-        link.ended.add_done_callback(lambda _: self._forget(hello.sender, link))
-        if former is None:
-            self._welcome(connection, link, hello)
-            return
-        former.die("the sender opened another link")
-        self._ending.add(former)
-        former.ended.add_done_callback(lambda _: self._welcome(connection, link, hello))
+        def make(after: "asyncio.Future[None] | None") -> InboundLink:
+            return InboundLink(hello, self._memory, self._landings, self._loop, Carriage.LANES, after)
+
+        link = self._links.introduce(hello.sender, make)
+        link.when_former_ended(lambda: self._welcome(connection, link, hello))
 
     def _welcome(self, connection: socket.socket, link: InboundLink, hello: Hello) -> None:
         try:
             tune(connection, timeout_s=_STALL_TIMEOUT_S)
             connection.send(frames.WELCOME)
             if hello.kind is Kind.LANE:
-                link.add_lane(hello.lane, connection)
+                link.add_lane(hello.lane, TcpLane(connection))
             else:
                 link.start(connection)
         except (OSError, FrameError) as error:
@@ -130,7 +116,37 @@ class TcpListener:
         connection.close()
         log.info("tcp_stranger_dismissed", reason=why)
 
-    def _forget(self, sender: bytes, link: InboundLink) -> None:
-        self._ending.discard(link)
-        if self._links.get(sender) is link:
-            del self._links[sender]
+
+class TcpLane:
+    """Receives payload on one connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+
+    def fill(self, frame: InboundFrame, start: int, stop: int) -> None:
+        """As :class:`Lane`."""
+        for group in pieces_of(self._views(frame, start, stop)):
+            receive_group(self._connection, group)
+        number, is_whole = frames.TRAILER.unpack(receive_exactly(self._connection, frames.TRAILER.size))
+        if number != frame.head.frame:
+            raise FrameError("a lane is out of step with its heads")
+        if not is_whole:
+            frame.error = frame.error or SliceLost("the sender gave the slices up")
+
+    def shut(self) -> None:
+        shut(self._connection)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _views(self, frame: InboundFrame, start: int, stop: int) -> list[memoryview]:
+        """Where the bytes go; scratch memory for those that nobody wants."""
+        views = []
+        for piece, first, last in frame.parts(start, stop):
+            if piece.target is not None:
+                views.append(piece.target[first:last])
+                continue
+            whole, rest = divmod(last - first, len(self._scratch))
+            views += [self._scratch] * whole + [self._scratch[:rest]] * (rest > 0)
+        return views

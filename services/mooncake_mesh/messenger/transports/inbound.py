@@ -1,5 +1,7 @@
 """One sender's link at the receiver: heads and small payloads on the event loop, a thread for each lane.
 
+A lane fills a cut of a frame with bytes: it receives them (tcp) or copies them out of the sender's memory (shm).
+
 A frame's places are asked for when its head comes, usually while an earlier frame is still on the lanes; its writes are
 reported over after its last byte. Every frame that *begin* admitted is reported to *end* exactly once, however its link
 ends.
@@ -8,35 +10,35 @@ ends.
 import asyncio
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
-from mooncake_mesh.errors import ChecksumMismatch, MooncakeError, SliceLost, TransferError
+from mooncake_mesh.errors import ChecksumMismatch, MooncakeError, TransferError
 from mooncake_mesh.messenger.landing import Destination
 from mooncake_mesh.messenger.transports import frames
 from mooncake_mesh.messenger.transports.api import Incoming, Landings, LinkLost, SliceRefused, checksum
 from mooncake_mesh.messenger.transports.frames import Carriage, FrameError, Head, Hello, Verdict
-from mooncake_mesh.messenger.transports.streams import pieces_of, receive_exactly, receive_group, shut, tell
+from mooncake_mesh.messenger.transports.streams import shut, tell
 
 log = structlog.get_logger(__name__)
 
 _MAX_FRAMES: Final = 256
 _INBOX_BYTES: Final = 256 << 10
-_SCRATCH_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
+class InboundPiece:
     """One slice of a frame: its first byte in the payload, and its place, if it is wanted."""
 
     offset: int
     incoming: Incoming
     target: memoryview | None
+    source_offset: int = 0
 
     def is_damaged(self) -> bool:
         wanted = self.incoming.checksum
@@ -46,10 +48,10 @@ class _Piece:
         return start <= self.offset and self.offset + self.incoming.size_bytes <= stop
 
 
-class _Frame:
+class InboundFrame:
     """One frame on its way in. The lanes' threads share ``cuts_left`` and ``error`` under ``lock``."""
 
-    def __init__(self, head: Head, pieces: Sequence[_Piece], destinations: Sequence[Destination]) -> None:
+    def __init__(self, head: Head, pieces: Sequence[InboundPiece], destinations: Sequence[Destination]) -> None:
         self.head = head
         self.pieces = pieces
         self.destinations = destinations
@@ -59,15 +61,23 @@ class _Frame:
         self.cuts_left = 0
         self.error: TransferError | None = None
 
-    def verify(self, pieces: Iterable[_Piece]) -> None:
+    def verify(self, pieces: Iterable[InboundPiece]) -> None:
         for piece in pieces:
             if piece.is_damaged():
                 self.error = self.error or ChecksumMismatch(f"{piece.incoming.span} arrived damaged")
 
-    def pieces_within(self, start: int, stop: int) -> list[_Piece]:
+    def parts(self, start: int, stop: int) -> Iterator[tuple[InboundPiece, int, int]]:
+        """The pieces that have payload bytes between *start* and *stop*, with the first and last of them."""
+        for piece in self.pieces:
+            first = max(start - piece.offset, 0)
+            last = min(stop - piece.offset, piece.incoming.size_bytes)
+            if first < last:
+                yield piece, first, last
+
+    def pieces_within(self, start: int, stop: int) -> list[InboundPiece]:
         return [piece for piece in self.pieces if piece.lies_within(start, stop)]
 
-    def divided_pieces(self) -> list[_Piece]:
+    def divided_pieces(self) -> list[InboundPiece]:
         """Those that came over more than one lane."""
         edges = [stop for _, _, stop in self.cuts[:-1]]
         return [
@@ -77,25 +87,34 @@ class _Frame:
         ]
 
 
-def _lay_out(memory: memoryview, incoming: Sequence[Incoming], destinations: Sequence[Destination]) -> list[_Piece]:
+def _lay_out(
+    memory: memoryview, incoming: Sequence[Incoming], offsets: Sequence[int], destinations: Sequence[Destination]
+) -> list[InboundPiece]:
     places = {place.span: place for place in destinations}
     pieces = []
     offset = 0
-    for item in incoming:
+    for item, source_offset in zip(incoming, offsets, strict=True):
         place = places.pop(item.span, None)  # a span named twice in one frame is taken once
         target = None if place is None else memory[place.offset : place.offset + place.size_bytes]
-        pieces.append(_Piece(offset=offset, incoming=item, target=target))
+        pieces.append(InboundPiece(offset=offset, incoming=item, target=target, source_offset=source_offset))
         offset += item.size_bytes
     return pieces
 
 
-class _Cut:
-    """Bytes ``start`` to ``stop`` of a frame's payload; what one lane receives of it."""
+class Lane(Protocol):
+    """Fills cuts of frames, on a thread of its own."""
 
-    def __init__(self, frame: _Frame, start: int, stop: int) -> None:
-        self.frame = frame
-        self.start = start
-        self.stop = stop
+    def fill(self, frame: InboundFrame, start: int, stop: int) -> None:
+        """Put payload bytes *start* to *stop* in their places.
+
+        What is wrong with this frame alone goes into ``frame.error``. Raises OSError or FrameError when the lane is
+        of no use any more.
+        """
+
+    def shut(self) -> None:
+        """Make a blocked :meth:`fill` raise, and every later one."""
+
+    def close(self) -> None: ...
 
 
 class InboundLink:
@@ -107,9 +126,12 @@ class InboundLink:
         memory: memoryview,
         landings: Landings,
         loop: asyncio.AbstractEventLoop,
+        bulk: Carriage,
         after: "asyncio.Future[None] | None",
     ) -> None:
+        """*bulk* is how large payloads come; *after* is the end of the sender's former link, if it had one."""
         self.hello = hello
+        self._bulk = bulk
         self._after = after
         if after is not None:
             after.add_done_callback(lambda _: self._check_ended())
@@ -118,16 +140,23 @@ class InboundLink:
         self._landings = landings
         self._loop = loop
         self._control: socket.socket | None = None
-        self._lanes: dict[int, tuple[socket.socket, SimpleQueue[_Cut | None]]] = {}
+        self._lanes: dict[int, tuple[Lane, SimpleQueue[tuple[InboundFrame, int, int] | None]]] = {}
         self._inbox = bytearray(_INBOX_BYTES)
         self._filled = 0
         self._head: Head | None = None
-        self._frames: set[_Frame] = set()
+        self._frames: set[InboundFrame] = set()
         self._is_dead = False
 
     @property
     def n_connections(self) -> int:
         return len(self._lanes) + (self._control is not None)
+
+    def when_former_ended(self, action: Callable[[], None]) -> None:
+        """Do *action* on the loop once the writes of the sender's former link are over."""
+        if self._after is None:
+            action()
+        else:
+            self._after.add_done_callback(lambda _: action())
 
     def start(self, control: socket.socket) -> None:
         if self._is_dead:
@@ -135,25 +164,25 @@ class InboundLink:
         self._control = control
         self._loop.add_reader(control, self._read_control)
 
-    def add_lane(self, lane: int, connection: socket.socket) -> None:
+    def add_lane(self, index: int, lane: Lane) -> None:
         """Raises FrameError for a lane that is there already, or that the link does not have."""
-        if self._is_dead or lane in self._lanes or lane >= self.hello.n_lanes:
+        if self._is_dead or index in self._lanes or index >= self.hello.n_lanes:
             raise FrameError("a lane that is not expected")
-        cuts: SimpleQueue[_Cut | None] = SimpleQueue()
-        self._lanes[lane] = connection, cuts
-        threading.Thread(target=self._lane, args=(lane, connection, cuts), name="tcp-receive", daemon=True).start()
+        cuts: SimpleQueue[tuple[InboundFrame, int, int] | None] = SimpleQueue()
+        self._lanes[index] = lane, cuts
+        threading.Thread(target=self._run_lane, args=(index, lane, cuts), name="kv-receive", daemon=True).start()
 
     def die(self, why: str) -> None:
         """End the link. ``ended`` is set when all frames are reported and all lanes are closed."""
         if self._is_dead:
             return
         self._is_dead = True
-        log.info("tcp_link_ended", reason=why, frames=len(self._frames))
+        log.info("link_ended", reason=why, frames=len(self._frames))
         if self._control is not None:
             self._loop.remove_reader(self._control)
             shut(self._control)
-        for connection, cuts in self._lanes.values():
-            shut(connection)
+        for lane, cuts in self._lanes.values():
+            lane.shut()
             cuts.put(None)
         self._check_ended()
 
@@ -183,7 +212,7 @@ class InboundLink:
         try:
             self._take_frames()
         except FrameError as error:
-            log.warning("tcp_bad_frame", error=str(error))
+            log.warning("bad_frame", error=str(error))
             self.die(str(error))
 
     def _take_frames(self) -> None:
@@ -208,41 +237,49 @@ class InboundLink:
 
     def _take(self, head: Head, rest: memoryview) -> None:
         """A whole head with its entries, and its payload if that is inline."""
-        entries_bytes = head.n_slices * frames.ENTRY.size
-        incoming = frames.unpack_entries(rest[:entries_bytes], head)
+        if head.carriage not in (Carriage.INLINE, self._bulk):
+            raise FrameError("a carriage that this link does not have")
+        entries, rest = rest[: head.n_slices * frames.ENTRY.size], rest[head.n_slices * frames.ENTRY.size :]
+        incoming = frames.unpack_entries(entries, head)
+        offsets = frames.unpack_offsets(rest) if head.carriage is Carriage.MAPPED else [0] * head.n_slices
         destinations, refusal = self._begin(head, incoming)
-        frame = _Frame(head, _lay_out(self._memory, incoming, destinations), destinations)
+        frame = InboundFrame(head, _lay_out(self._memory, incoming, offsets, destinations), destinations)
         frame.error = refusal
         frame.is_refused = refusal is not None
         if head.carriage is Carriage.INLINE:
-            if refusal is None:
-                self._place_inline(frame, rest[entries_bytes:])
-            self._end(frame)
-            self._acknowledge(frame)
-            return
-        frame.cuts = frames.cut(head.payload_bytes, head.frame, self.hello.n_lanes)
-        if len(self._lanes) < self.hello.n_lanes or len(self._frames) >= _MAX_FRAMES:
-            frame.error = frame.error or LinkLost("tcp: the sender kept to no rule")
+            self._place_inline(frame, rest)
+        elif len(self._lanes) < self.hello.n_lanes or len(self._frames) >= _MAX_FRAMES:
+            frame.error = frame.error or LinkLost("the sender kept to no rule")
             self._end(frame)
             raise FrameError("frames before all lanes were there, or far beyond the window")
-        frame.cuts_left = len(frame.cuts)
+        else:
+            self._use_lanes(frame)
+
+    def _use_lanes(self, frame: InboundFrame) -> None:
+        payload_bytes = frame.head.payload_bytes
         self._frames.add(frame)
+        if frame.head.carriage is Carriage.MAPPED and payload_bytes <= frames.INLINE_BYTES:
+            frame.cuts_left = 1  # copied sooner than a thread has woken up
+            self._fill(self._lanes[0][0], frame, 0, payload_bytes)
+            return
+        frame.cuts = frames.cut(payload_bytes, frame.head.frame, self.hello.n_lanes)
+        frame.cuts_left = len(frame.cuts)
         for lane, start, stop in frame.cuts:
-            self._lanes[lane][1].put(_Cut(frame, start, stop))
+            self._lanes[lane][1].put((frame, start, stop))
 
     def _begin(self, head: Head, incoming: Sequence[Incoming]) -> tuple[list[Destination], TransferError | None]:
         try:
             return self._landings.begin(head.token, incoming), None
         except MooncakeError as error:
-            log.info("tcp_frame_refused", error=str(error)[:200])
+            log.info("frame_refused", error=str(error)[:200])
             return [], SliceRefused(str(error))
 
-    def _end(self, frame: _Frame) -> None:
+    def _end(self, frame: InboundFrame) -> None:
         self._frames.discard(frame)
         if not frame.is_refused:
             self._landings.end(frame.head.token, frame.destinations, frame.error)
 
-    def _acknowledge(self, frame: _Frame) -> None:
+    def _acknowledge(self, frame: InboundFrame) -> None:
         """From any thread. A sender that reads no acknowledgements has lost its right to more."""
         verdict = Verdict.WRITTEN
         if frame.error is not None:
@@ -256,70 +293,90 @@ class InboundLink:
             why = f"acknowledgement undeliverable: {error}"
             tell(self._loop, lambda: self.die(why))
 
-    def _place_inline(self, frame: _Frame, payload: memoryview) -> None:
+    def _place_inline(self, frame: InboundFrame, payload: memoryview) -> None:
         for piece in frame.pieces:
             if piece.target is not None:
                 piece.target[:] = payload[piece.offset : piece.offset + piece.incoming.size_bytes]
         frame.verify(frame.pieces)
+        self._end(frame)
+        self._acknowledge(frame)
 
     # --- lanes (their own threads) ------------------------------------------------------------------------------------
 
-    def _lane(self, lane: int, connection: socket.socket, cuts: "SimpleQueue[_Cut | None]") -> None:
-        """Receive one cut after the other. A broken lane goes on taking cuts, so that each is accounted for."""
-        scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        broken = ""
-        while (item := cuts.get()) is not None:
-            if not broken:
-                try:
-                    self._receive(connection, item, scratch)
-                except (OSError, FrameError) as error:
-                    broken = str(error) or "stalled"
-                    tell(self._loop, partial(self.die, broken))
-            self._account(item.frame, LinkLost(f"tcp: {broken}") if broken else None)
-        connection.close()
-        tell(self._loop, lambda: self._lane_gone(lane))
+    def _run_lane(self, index: int, lane: Lane, cuts: "SimpleQueue[tuple[InboundFrame, int, int] | None]") -> None:
+        """Fill one cut after the other, to the last: each is accounted for, also by a lane that is broken."""
+        while (cut := cuts.get()) is not None:
+            self._fill(lane, *cut)
+        lane.close()
+        tell(self._loop, partial(self._lane_gone, index))
 
-    def _lane_gone(self, lane: int) -> None:
-        del self._lanes[lane]
+    def _lane_gone(self, index: int) -> None:
+        del self._lanes[index]
         self._check_ended()
 
-    def _receive(self, connection: socket.socket, item: _Cut, scratch: memoryview) -> None:
-        """Payload into its places, trailer, checksums. Raises OSError, or FrameError for a lane out of step."""
-        frame = item.frame
-        for group in pieces_of(self._views(item, scratch)):
-            receive_group(connection, group)
-        number, is_whole = frames.TRAILER.unpack(receive_exactly(connection, frames.TRAILER.size))
-        if number != frame.head.frame:
-            raise FrameError("a lane is out of step with its heads")
-        if is_whole:
-            frame.verify(frame.pieces_within(item.start, item.stop))  # now, while they are in the cache
-        else:
-            frame.error = frame.error or SliceLost("the sender gave the slices up")
-
-    def _views(self, item: _Cut, scratch: memoryview) -> list[memoryview]:
-        """Where the bytes of a cut go; scratch memory for those that nobody wants."""
-        views = []
-        for piece in item.frame.pieces:
-            first = max(item.start - piece.offset, 0)
-            last = min(item.stop - piece.offset, piece.incoming.size_bytes)
-            if first >= last:
-                continue
-            if piece.target is not None:
-                views.append(piece.target[first:last])
-                continue
-            whole, rest = divmod(last - first, len(scratch))
-            views += [scratch] * whole + [scratch[:rest]] * (rest > 0)
-        return views
-
-    def _account(self, frame: _Frame, error: TransferError | None) -> None:
-        """One cut is over. The last one reports the frame: first to its owner, then to the sender."""
+    def _fill(self, lane: Lane, frame: InboundFrame, start: int, stop: int) -> None:
+        """One cut, with the checksums of what it completes: now, while the bytes are in the cache."""
+        broken: TransferError | None = None
+        try:
+            lane.fill(frame, start, stop)
+            frame.verify(frame.pieces_within(start, stop))
+        except (OSError, FrameError) as error:
+            why = str(error) or "stalled"
+            broken = LinkLost(why)
+            lane.shut()
+            tell(self._loop, partial(self.die, why))
         with frame.lock:
-            frame.error = frame.error or error
+            frame.error = frame.error or broken
             frame.cuts_left -= 1
             is_last = frame.cuts_left == 0
-        if not is_last:
-            return
+        if is_last:
+            self._report(frame)
+
+    def _report(self, frame: InboundFrame) -> None:
+        """All bytes are there, or will not come: tell first the memory's owner, then the sender."""
         if frame.error is None:
             frame.verify(frame.divided_pieces())
-        tell(self._loop, lambda: self._end(frame))
+        tell(self._loop, partial(self._end, frame))
         self._acknowledge(frame)
+
+
+class LinkTable:
+    """The links of one listener, by sender."""
+
+    def __init__(self) -> None:
+        self._links: dict[bytes, InboundLink] = {}
+        self._ending: set[InboundLink] = set()
+
+    @property
+    def n_connections(self) -> int:
+        return sum(link.n_connections for link in (*self._links.values(), *self._ending))
+
+    def get(self, sender: bytes) -> InboundLink | None:
+        return self._links.get(sender)
+
+    def introduce(self, sender: bytes, make: Callable[["asyncio.Future[None] | None"], InboundLink]) -> InboundLink:
+        """Take in the link that *make* makes after the end of the sender's former one, which is taken down.
+
+        What the sender sends again finds its places free only when all writes of the former link are over, so it may
+        be welcomed no sooner: see :meth:`InboundLink.when_former_ended`.
+        """
+        former = self._links.pop(sender, None)
+        link = self._links[sender] = make(former.ended if former is not None else None)
+        link.ended.add_done_callback(lambda _: self._forget(sender, link))
+        if former is not None:
+            self._ending.add(former)
+            former.die("the sender opened another link")
+        return link
+
+    async def close(self) -> None:
+        """End all links. Returns when no lane is at work any more."""
+        for link in self._links.values():
+            link.die("the listener was closed")
+        ended = [link.ended for link in (*self._links.values(), *self._ending)]
+        if ended:
+            await asyncio.wait(ended)
+
+    def _forget(self, sender: bytes, link: InboundLink) -> None:
+        self._ending.discard(link)
+        if self._links.get(sender) is link:
+            del self._links[sender]

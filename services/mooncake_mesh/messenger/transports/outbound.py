@@ -1,8 +1,10 @@
 """The link of a sender: one control connection on the event loop, and a thread for each lane.
 
 Threads, because blocking ``sendmsg`` releases the GIL and copies nothing in Python. A frame is over when it is
-acknowledged, or when it has failed and no thread reads its memory any more: what is left of a frame that was given up
-is filled with zeros and marked worthless, and a lane that is stuck in such a frame is cut.
+acknowledged, or when it has failed and nobody reads its memory any more: what is left of a frame that was given up is
+filled with zeros and marked worthless, and a lane that is stuck in such a frame is cut. Where the receiver has mapped
+the memory there are no lanes; it reads until it acknowledges, or until the link has ended, which makes it drop what it
+read.
 """
 
 import asyncio
@@ -26,7 +28,7 @@ _ZEROS: Final = memoryview(bytes(1 << 20))
 
 
 class OutboundFrame:
-    """One frame under way. Its lanes' threads and the loop share ``lanes_left`` and ``error`` under ``lock``."""
+    """One frame under way. Its lanes' threads and the loop share ``readers`` and ``error`` under ``lock``."""
 
     def __init__(self, number: int, views: list[memoryview], loop: asyncio.AbstractEventLoop) -> None:
         self.number = number
@@ -34,7 +36,7 @@ class OutboundFrame:
         self.payload_bytes = sum(len(view) for view in views)
         self.over: asyncio.Future[TransferError | None] = loop.create_future()
         self.lock = threading.Lock()
-        self.lanes_left = 0
+        self.readers = 0
         self.error: TransferError | None = None
 
     def settle(self, error: TransferError | None) -> None:
@@ -47,7 +49,8 @@ class OutboundFrame:
 class OutboundLink:
     """One control connection and its lanes. All methods run on the loop; ``_lane`` is what the threads run."""
 
-    def __init__(self, control: socket.socket, lanes: Sequence[socket.socket]) -> None:
+    def __init__(self, name: str, control: socket.socket, lanes: Sequence[socket.socket]) -> None:
+        self._name = name
         self._loop = asyncio.get_running_loop()
         self._control = control
         self._lanes = lanes
@@ -61,7 +64,7 @@ class OutboundLink:
         self.is_dead = False
         self._loop.add_reader(control, self._read_acks)
         for index, lane in enumerate(lanes):
-            threading.Thread(target=self._lane, args=(lane, self._jobs[index]), name="tcp-send", daemon=True).start()
+            threading.Thread(target=self._lane, args=(lane, self._jobs[index]), name="kv-send", daemon=True).start()
 
     # --- submitting ---------------------------------------------------------------------------------------------------
 
@@ -72,7 +75,7 @@ class OutboundLink:
                 self._room = self._loop.create_future()
             await asyncio.wait([self._room])
         if self.is_dead:
-            raise LinkLost("tcp: the link was lost")
+            raise LinkLost(f"{self._name}: the link was lost")
 
     def _is_full(self, size_bytes: int) -> bool:
         return self._bytes_under_way + size_bytes > WINDOW_BYTES or len(self._under_way) >= WINDOW_FRAMES
@@ -83,24 +86,33 @@ class OutboundLink:
         self._next_frame = (self._next_frame + 1) & 0xFFFFFFFF
         self._under_way[frame.number] = frame
         self._bytes_under_way += frame.payload_bytes
-        if frame.payload_bytes <= frames.INLINE_BYTES:
-            head = frames.pack_head(frame.number, token, Carriage.INLINE, batch)
-            self._write([memoryview(head), *views])
-            return frame
-        cuts = frames.cut(frame.payload_bytes, frame.number, len(self._lanes))
-        frame.lanes_left = len(cuts)
-        for lane, start, stop in cuts:
-            self._jobs[lane].put((frame, start, stop))
-        self._write([memoryview(frames.pack_head(frame.number, token, Carriage.LANES, batch))])
+        carriage = self._carriage(frame.payload_bytes)
+        head = memoryview(frames.pack_head(frame.number, token, carriage, batch))
+        if carriage is Carriage.LANES:
+            self._use_lanes(frame)
+        elif carriage is Carriage.MAPPED:
+            frame.readers = 1
+        self._write([head, *views] if carriage is Carriage.INLINE else [head])
         return frame
 
+    def _carriage(self, payload_bytes: int) -> Carriage:
+        if not self._lanes:
+            return Carriage.MAPPED
+        return Carriage.INLINE if payload_bytes <= frames.INLINE_BYTES else Carriage.LANES
+
+    def _use_lanes(self, frame: OutboundFrame) -> None:
+        cuts = frames.cut(frame.payload_bytes, frame.number, len(self._lanes))
+        frame.readers = len(cuts)
+        for lane, start, stop in cuts:
+            self._jobs[lane].put((frame, start, stop))
+
     def give_up(self, frame: OutboundFrame, error: TransferError) -> None:
-        """Stop reading the memory of *frame*; it is over when its lanes have let go of it."""
+        """Stop reading the memory of *frame*; it is over when its readers have let go of it."""
         if frame.over.done():
             return
         with frame.lock:
             frame.error = frame.error or error
-            is_idle = frame.lanes_left == 0
+            is_idle = frame.readers == 0 or (self.is_dead and not self._lanes)
         if is_idle:
             frame.settle(frame.error)
         else:
@@ -108,7 +120,7 @@ class OutboundLink:
 
     def _cut_if_stuck(self, frame: OutboundFrame) -> None:
         if not frame.over.done():
-            self.die("a lane was stuck in a frame that had been given up")
+            self.die("somebody was stuck in a frame that had been given up")
 
     # --- the control connection ---------------------------------------------------------------------------------------
 
@@ -165,9 +177,9 @@ class OutboundLink:
     def _acknowledged(self, frame: OutboundFrame, verdict: int) -> None:
         error: TransferError | None = None
         if verdict == Verdict.DAMAGED:
-            error = ChecksumMismatch("tcp: the slices arrived damaged")
+            error = ChecksumMismatch(f"{self._name}: the slices arrived damaged")
         elif verdict != Verdict.WRITTEN:
-            error = SliceRefused("tcp: the receiver refused the slices")
+            error = SliceRefused(f"{self._name}: the receiver refused the slices")
         del self._under_way[frame.number]
         self._bytes_under_way -= frame.payload_bytes
         frame.settle(frame.error or error)
@@ -192,7 +204,7 @@ class OutboundLink:
             jobs.put(None)
         self._control.close()
         for frame in self._under_way.values():
-            self.give_up(frame, LinkLost(f"tcp: {why}"))
+            self.give_up(frame, LinkLost(f"{self._name}: {why}"))
         self._under_way.clear()
         self._wake_waiting()
 
@@ -214,8 +226,8 @@ class OutboundLink:
 
     def _let_go(self, frame: OutboundFrame) -> None:
         with frame.lock:
-            frame.lanes_left -= 1
-            error = frame.error if frame.lanes_left == 0 else None
+            frame.readers -= 1
+            error = frame.error if frame.readers == 0 else None
         if error is not None:
             tell(self._loop, lambda: frame.settle(error))
 
