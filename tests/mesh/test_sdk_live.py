@@ -13,6 +13,7 @@ import zmq
 
 from mooncake_mesh.client import (
     Aborted,
+    Draining,
     InvalidRequest,
     ModelNotFound,
     MooncakeClient,
@@ -174,6 +175,28 @@ def test_a_gateway_that_is_killed_ends_its_streams_and_its_next_life_answers(own
             assert (await client.generate("fine", max_tokens=2)).usage is not None
 
     run(scenario())
+
+
+def test_a_gateway_that_stops_in_order_finishes_its_streams_and_takes_no_more(slow_mesh: Mesh) -> None:
+    with SyncMooncakeClient(slow_mesh.sdk) as client:
+        stream = client.stream("x", max_tokens=60, ignore_eos=True)
+        next(stream)
+        slow_mesh.terminate("gateway0")
+
+        def refused() -> bool | None:
+            try:
+                client.generate("x", model=MODEL, max_tokens=1)
+            except Draining:
+                return True
+            return None
+
+        assert slow_mesh.wait(refused, what="a refusal")
+        assert list(stream)[-1].usage is not None
+        assert stream.answer is not None
+        assert stream.answer.choices[0].finish_reason == "length"
+        assert slow_mesh.exit_code("gateway0") == 0
+    slow_mesh.start("gateway0")
+    slow_mesh.wait_healthy()
 
 
 def test_a_mesh_without_decoders_says_when_to_come_back(own_mesh: Mesh) -> None:
