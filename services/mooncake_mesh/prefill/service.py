@@ -179,15 +179,26 @@ class PrefillService:
     async def _compute_jobs(self) -> None:
         while True:
             entry = await self._ready.get()
-            try:
-                await self._deliver(entry, await self._compute(entry))
-            except _StopRequested:
-                await self._give_up(entry, entry.stop or Aborted("stopped"))
-            except MooncakeError as error:
-                await self._give_up(entry, error)
-            except Exception as error:
-                log.error("engine_failed", job_id=entry.job.job_id, exc_info=error)
-                await self._give_up(entry, InternalError(f"prefill failed: {type(error).__name__}"))
+            failure = await self._attempt(entry)
+            if failure is not None:
+                await self._give_up(entry, failure)
+
+    async def _attempt(self, entry: QueuedJob) -> MooncakeError | None:
+        """Compute and deliver a job; why that failed, if it did.
+
+        What the engine raised is gone when this returns: its traceback holds views of the arena, which could not be
+        unmapped after the messenger's death while somebody waits with that exception in hand.
+        """
+        try:
+            await self._deliver(entry, await self._compute(entry))
+        except _StopRequested:
+            return entry.stop or Aborted("stopped")
+        except MooncakeError as error:
+            return error
+        except Exception as error:  # the failure of one job is reported, and the next one is computed
+            log.error("engine_failed", job_id=entry.job.job_id, exc_info=error)
+            return InternalError(f"prefill failed: {type(error).__name__}")
+        return None
 
     async def _compute(self, entry: QueuedJob) -> Drawn:
         if entry.stop is not None:
