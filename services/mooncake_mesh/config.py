@@ -14,7 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
-from mooncake_mesh.config_checks import above_zero, at_least, bound, connected, ids, listening, whole_blocks, words
+from mooncake_mesh.config_checks import (
+    above_zero,
+    at_least,
+    bound,
+    connected,
+    host_and_port,
+    ids,
+    listening,
+    whole_blocks,
+    words,
+)
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.layout import KvDtype
@@ -165,6 +175,9 @@ class MessengerConfig:
     transport: Annotated[TransportKind, "shm, tcp, rdma, or auto: shm on one host, else tcp"] = TransportKind.AUTO
     data_host: Annotated[str, "address of the TCP transport"] = "127.0.0.1"
     data_port: Annotated[int, "port of the TCP transport; 0 takes a free one"] = 0
+    advertise_data: Annotated[
+        str | None, "HOST:PORT that others connect to for the TCP transport, where that is another (NAT, containers)"
+    ] = None
     tcp_connections: Annotated[int, "TCP connections to each other node"] = 2
     checksum: Annotated[ChecksumKind, "checksum of every slice: xxh3 or none"] = ChecksumKind.XXH3
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
@@ -179,6 +192,14 @@ class MessengerConfig:
         connected(self, "conductor")
         at_least(self, 1 * MiB, "arena_bytes")
         at_least(self, 1, "tcp_connections")
+        if self.advertise_data is not None:
+            host_and_port("advertise_data", self.advertise_data)
+
+    def advertised_data(self, bound_port: int) -> tuple[str, int]:
+        """Where other messengers reach the TCP transport, which listens on *bound_port* here."""
+        if self.advertise_data is None:
+            return self.data_host, bound_port
+        return host_and_port("advertise_data", self.advertise_data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ from typing import Final
 IPC_PATH_LIMIT_BYTES: Final = 107
 """Longest path of a Unix socket: sockaddr_un holds 108 bytes with the closing zero."""
 
-_TCP: Final = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:\[\]/]+):(?P<port>\d{1,5})")
+_ADDRESS: Final = r"(?P<host>\[[^\]]+\]|[^:\[\]/]+):(?P<port>\d{1,5})"
+_TCP: Final = re.compile("tcp://" + _ADDRESS)
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -69,6 +70,14 @@ def listening(config: object, *, host: str, port: str) -> None:
     if not 0 <= getattr(config, port) <= 65535:
         raise ValueError(f"{port}: must lie in 0..65535, got {getattr(config, port)}")
     _protected(config, host, getattr(config, host))
+
+
+def host_and_port(name: str, address: str) -> tuple[str, int]:
+    """The two parts of HOST:PORT or [IPv6]:PORT, an address to connect to."""
+    match = re.fullmatch(_ADDRESS, address)
+    if match is None or not 1 <= int(match["port"]) <= 65535:
+        raise ValueError(f"{name}: must be HOST:PORT, got {address!r}")
+    return match["host"].strip("[]"), int(match["port"])
 
 
 def socket_path(name: str, path: str) -> None:

@@ -67,7 +67,7 @@ class Receiver:
         self._sources = sources
         self._threads = threads
         self._transport = transport
-        self._data_host = data_host
+        self.data_host = data_host
         self._rdma = rdma
         self._on_written = on_written
         self._opened: dict[TransferId, _Opened] = {}
@@ -94,7 +94,7 @@ class Receiver:
         return TransferPlan(
             transfer_id=request.transfer_id,
             transport=transport,
-            tcp_host=self._data_host,
+            tcp_host=self.data_host,
             tcp_port=self.data_port,
             token=token.hex(),
             slots=landing.slots,

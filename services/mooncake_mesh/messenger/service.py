@@ -224,7 +224,7 @@ class MessengerService:
             on_written=self._pool_changed,
         )
         self._listener = TcpListener(config.data_host, config.data_port, view, receiver)
-        receiver.data_port = self._listener.port
+        receiver.data_host, receiver.data_port = config.advertised_data(self._listener.port)
         self._sender = Sender(
             view,
             info,
