@@ -199,18 +199,16 @@ class DecodeCore:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def plan_step(self) -> list[DecodeSequence]:
-        """The next batch, oldest first; ready sequences join as places allow, stalled ones sit out."""
-        batch: list[DecodeSequence] = []
-        for sequence in self._sequences.values():
-            if len(batch) >= self._max_batch:
-                break
-            if sequence.stop is not None or not self._has_room(sequence):
-                continue
-            if sequence.stage is SequenceStage.READY:
-                self._move(sequence, SequenceStage.RUNNING)
-            if sequence.stage is SequenceStage.RUNNING:
-                batch.append(sequence)
-        return batch
+        """The next batch: who runs keeps running, ready ones join as places allow; each oldest first.
+
+        Stalled sequences sit out.
+        """
+        able = [seq for seq in self._sequences.values() if seq.stop is None and self._has_room(seq)]
+        batch = [seq for seq in able if seq.stage is SequenceStage.RUNNING][: self._max_batch]
+        joining = [seq for seq in able if seq.stage is SequenceStage.READY][: self._max_batch - len(batch)]
+        for sequence in joining:
+            self._move(sequence, SequenceStage.RUNNING)
+        return batch + joining
 
     def step_finished(self, batch: Sequence[DecodeSequence], drawn: Sequence[int]) -> list[NewToken]:
         """Enter one drawn token for each sequence of *batch* that still runs."""
@@ -230,7 +228,7 @@ class DecodeCore:
         """Sequences that will need more blocks soon, marked as growing, and how many."""
         wanted = {}
         for sequence in self._sequences.values():
-            if sequence.stage not in _ACTIVE or sequence.is_growing:
+            if sequence.stage not in _ACTIVE or sequence.is_growing or sequence.stop is not None:
                 continue
             room, left = self._room_tokens(sequence), self._left_tokens(sequence)
             if room <= min(_GROW_AHEAD_TOKENS, left - 1):
@@ -239,15 +237,19 @@ class DecodeCore:
         return wanted
 
     def grown(self, sequence: DecodeSequence, blocks: Sequence[int]) -> DecodeSequence | None:
-        """A growth request was answered. Returns the sequence that must go when a stalled one got nothing."""
+        """A growth request was answered. Returns the sequence that must go when a stalled one got nothing.
+
+        Nobody has to go while another is going already: its blocks may be enough.
+        """
         sequence.is_growing = False
         if blocks:
             sequence.blocks += blocks
             return None
         if self._has_room(sequence) or sequence.is_over:
             return None
-        active = [other for other in self._sequences.values() if other.stage in _ACTIVE and other.stop is None]
-        return active[-1] if active else None
+        if any(other.blocks and (other.stop is not None or other.is_over) for other in self._sequences.values()):
+            return None
+        return [other for other in self._sequences.values() if other.stage in _ACTIVE][-1]
 
     def whole_blocks(self, sequence: DecodeSequence) -> WholeBlocks | None:
         """Blocks of *sequence* that can be shared: a few at a time while it runs, all whole ones once it is over."""

@@ -220,7 +220,7 @@ class DecodeService:
             if not batch:
                 self._settle(news)
                 news = []
-                batch = await self._changed.until(lambda: self._core.plan_step() or None)
+                batch = await self._changed.until(self._next_batch)
             self._stepping = frozenset(sequence.job.job_id for sequence in batch)
             slots = [self._slot(sequence) for sequence in batch]
             started_s = monotonic()
@@ -228,6 +228,13 @@ class DecodeService:
             self._settle(news)
             news = await self._finish_step(batch, step)
             self._note_step(monotonic() - started_s)
+
+    def _next_batch(self) -> list[DecodeSequence] | None:
+        """For an idle instance: sequences that are all stalled ask again for room whenever something has changed."""
+        batch = self._core.plan_step()
+        if not batch:
+            self._ask_growth()
+        return batch or None
 
     async def _finish_step(
         self, batch: Sequence[DecodeSequence], step: "asyncio.Future[list[Drawn]]"
@@ -279,6 +286,9 @@ class DecodeService:
                 self._tasks.create_task(self._close(new.sequence))
         for endpoint, entries in by_gateway.items():
             self._send(endpoint, entries)
+        self._ask_growth()
+
+    def _ask_growth(self) -> None:
         wanted = self._core.wants_growth()
         if wanted:
             self._tasks.create_task(self._grow(wanted))
@@ -313,7 +323,8 @@ class DecodeService:
             if victim is not None:
                 log.info("job_preempted", job_id=victim.job.job_id, for_job=job_id)
                 self._stop(victim, NoFreeBlocks("preempted: the KVCache pool of the node is full"))
-        self._changed.ring()
+        if got:  # else only somebody's end changes anything, and that rings itself
+            self._changed.ring()
 
     def _note_step(self, elapsed_s: float) -> None:
         self._step_s = _STEP_MEMORY * self._step_s + (1 - _STEP_MEMORY) * elapsed_s if self._step_s else elapsed_s

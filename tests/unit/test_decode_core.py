@@ -1,0 +1,327 @@
+"""One decode instance: who waits, who runs, who gets room and who must make some."""
+
+import pytest
+
+from mooncake_mesh.decode.core import _MOVES, DecodeCore, DecodeSequence, NewToken, QueueFull, SequenceStage
+from mooncake_mesh.errors import Aborted, InvalidTransition
+from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
+from mooncake_mesh.policy.stopping import banned_tokens, finish_after
+from mooncake_proto.ids import BlockKey, Incarnation, JobId, TransferId
+from mooncake_proto.serving import DecodeJob, FinishReason, Sampling, Stopping
+
+BLOCK_TOKENS = 4
+ROOT = BlockKey(b"r" * 16)
+
+
+def job(name: str, prompt: int = 3, *, max_new: int = 100, drawn: int = 0) -> DecodeJob:
+    tokens = token_bytes(range(100, 100 + prompt))
+    return DecodeJob(
+        job_id=JobId(name),
+        transfer_id=TransferId(f"{name}.kv"),
+        incarnation=Incarnation("i"),
+        tokens=tokens,
+        keys=join_keys(chain(ROOT, tokens, BLOCK_TOKENS)),
+        key_root=ROOT,
+        sampling=Sampling(),
+        stopping=Stopping(max_new_tokens=max_new, stop_token_ids=(2,)),
+        drawn_tokens=drawn,
+        stream_endpoint="ipc://g",
+        deadline_s=60.0,
+    )
+
+
+def core(*, max_batch: int = 8, max_jobs: int = 8) -> DecodeCore:
+    return DecodeCore(block_tokens=BLOCK_TOKENS, max_batch=max_batch, max_jobs=max_jobs)
+
+
+def submitted(c: DecodeCore, name: str, prompt: int = 3, *, max_new: int = 100, drawn: int = 0) -> DecodeSequence:
+    sequence = c.submit(job(name, prompt, max_new=max_new, drawn=drawn), 0.0)
+    assert isinstance(sequence, DecodeSequence)
+    return sequence
+
+
+def ready(c: DecodeCore, name: str, prompt: int = 3, *, blocks: int = 1, max_new: int = 100) -> DecodeSequence:
+    sequence = submitted(c, name, prompt, max_new=max_new)
+    c.landed(sequence, range(blocks))
+    c.first_token(sequence.job.job_id, 50)
+    assert sequence.stage is SequenceStage.READY
+    return sequence
+
+
+def names(batch: list[DecodeSequence]) -> list[str]:
+    return [sequence.job.job_id for sequence in batch]
+
+
+def step(c: DecodeCore, *tokens: int) -> list[NewToken]:
+    batch = c.plan_step()
+    return c.step_finished(batch, list(tokens) or [9] * len(batch))
+
+
+# --- towards the batch ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["kv first", "token first", "token before the job"])
+def test_a_sequence_is_ready_once_its_kv_and_its_first_token_are_here(order: str) -> None:
+    c = core()
+    if order == "token before the job":
+        c.first_token(JobId("a"), 50)
+    sequence = submitted(c, "a")
+    if order == "token first":
+        c.first_token(JobId("a"), 50)
+    assert (sequence.stage, c.plan_step()) == (SequenceStage.WAITING, [])
+    c.landed(sequence, [7])
+    if order == "kv first":
+        assert sequence.stage is SequenceStage.WAITING
+        c.first_token(JobId("a"), 50)
+    assert sequence.stage is SequenceStage.READY
+    assert (sequence.tokens[: sequence.length].tolist(), sequence.drawn) == ([100, 101, 102, 50], 1)
+    assert sequence.position == 3
+
+
+def test_a_second_first_token_changes_nothing() -> None:
+    c = core()
+    sequence = ready(c, "a")
+    c.first_token(JobId("a"), 51)
+    assert (sequence.length, sequence.tokens[3]) == (4, 50)
+
+
+def test_early_tokens_are_bounded_oldest_out_first() -> None:
+    c = core()
+    for n in range(1025):
+        c.first_token(JobId(str(n)), n)
+    assert not submitted(c, "0").has_first_token
+    assert submitted(c, "1").has_first_token
+    assert submitted(c, "1024").has_first_token
+
+
+def test_one_job_too_many_is_refused_and_one_twice_is_a_bug() -> None:
+    c = core(max_jobs=2)
+    submitted(c, "a")
+    with pytest.raises(InvalidTransition):
+        c.submit(job("a"), 0.0)
+    submitted(c, "b")
+    assert c.submit(job("c"), 0.0) is QueueFull.QUEUE_FULL
+    assert c.n_jobs == 2
+
+
+def test_load_counts_waiting_jobs_and_all_tokens() -> None:
+    c = core()
+    submitted(c, "a", 5)
+    ready(c, "b", 3)
+    assert (c.n_jobs, c.n_waiting, c.context_tokens) == (2, 1, 5 + 4)
+
+
+def test_ready_ones_join_oldest_first_as_places_allow_and_never_push_a_running_one_out() -> None:
+    c = core(max_batch=2)
+    late = submitted(c, "late")
+    for name in "abc":
+        ready(c, name, blocks=2)
+    assert names(c.plan_step()) == ["a", "b"]
+    c.landed(late, [5])
+    c.first_token(JobId("late"), 50)
+    assert names(c.plan_step()) == ["a", "b"], "it came first, but these run"
+    assert late.stage is SequenceStage.READY
+    step(c, 2, 9)
+    assert names(c.plan_step()) == ["b", "late"]
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_brings_a_token_for_each_and_ends_those_that_have_enough() -> None:
+    c = core()
+    a, b, last = ready(c, "a", blocks=2), ready(c, "b", blocks=2), ready(c, "c", max_new=2)
+    news = step(c, 9, 2, 7)
+    assert news == [
+        NewToken(sequence=a, position=1, token=9, finish=None),
+        NewToken(sequence=b, position=1, token=2, finish=FinishReason.STOP),
+        NewToken(sequence=last, position=1, token=7, finish=FinishReason.LENGTH),
+    ]
+    assert [s.stage for s in (a, b, last)] == [SequenceStage.RUNNING, SequenceStage.FINISHED, SequenceStage.FINISHED]
+    assert names(c.plan_step()) == ["a"]
+
+
+def test_positions_count_over_all_jobs_of_the_request() -> None:
+    c = core()
+    sequence = submitted(c, "a", 5, max_new=4, drawn=2)
+    c.landed(sequence, range(3))
+    c.first_token(JobId("a"), 50)
+    assert [(n.position, n.finish) for n in step(c)] == [(3, FinishReason.LENGTH)]
+
+
+def test_a_token_for_one_that_was_stopped_meanwhile_is_dropped() -> None:
+    c = core()
+    a, b = ready(c, "a"), ready(c, "b", blocks=2)
+    batch = c.plan_step()
+    a.stop = Aborted("cancelled")
+    assert [n.sequence for n in c.step_finished(batch, [9, 9])] == [b]
+    assert a.length == 4
+    assert names(c.plan_step()) == ["b"]
+
+
+@pytest.mark.parametrize("stage", [SequenceStage.WAITING, SequenceStage.READY, SequenceStage.RUNNING])
+def test_a_sequence_can_stop_at_every_stage_and_then_be_forgotten(stage: SequenceStage) -> None:
+    c = core()
+    sequence = submitted(c, "a") if stage is SequenceStage.WAITING else ready(c, "a")
+    if stage is SequenceStage.RUNNING:
+        c.plan_step()
+    assert sequence.stage is stage
+    with pytest.raises(InvalidTransition):
+        c.forget(sequence)
+    sequence.stop = Aborted("cancelled")
+    c.stopped(sequence)
+    c.stopped(sequence)
+    c.landed(sequence, [1])
+    c.first_token(JobId("a"), 50)
+    assert (sequence.stage, c.plan_step()) == (SequenceStage.STOPPED, [])
+    c.forget(sequence)
+    assert (c.n_jobs, c.get(JobId("a"))) == (0, None)
+
+
+# --- room -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "blocks", "max_new", "wanted"),
+    [
+        (3, 4, 100, {}),  # 13 steps fit
+        (3, 3, 100, {}),  # 9
+        (3, 2, 100, {"a": 4}),  # 5
+        (3, 2, 6, {}),  # 5, and no more than 5 will be taken
+        (3, 2, 7, {"a": 1}),
+        (3, 2, 12, {"a": 2}),
+        (3, 1, 2, {}),
+    ],
+)
+def test_growth_is_asked_for_ahead_of_need_and_never_for_more(
+    prompt: int, blocks: int, max_new: int, wanted: dict[str, int]
+) -> None:
+    c = core()
+    ready(c, "a", prompt, blocks=blocks, max_new=max_new)
+    assert c.wants_growth() == wanted
+    assert c.wants_growth() == {}, "it is growing"
+
+
+def test_who_waits_or_is_stopped_asks_for_nothing() -> None:
+    c = core()
+    submitted(c, "a")
+    stopped = ready(c, "b")
+    stopped.stop = Aborted("cancelled")
+    assert c.wants_growth() == {}
+
+
+def test_a_stalled_sequence_sits_out_until_it_has_grown() -> None:
+    c = core()
+    a = ready(c, "a", 3, blocks=1)
+    assert [n.position for n in step(c)] == [1]
+    assert c.plan_step() == []
+    c.wants_growth()
+    assert c.grown(a, [8, 9]) is None
+    assert (a.blocks, names(c.plan_step())) == ([0, 8, 9], ["a"])
+
+
+def test_the_youngest_goes_when_a_stalled_one_gets_nothing() -> None:
+    c = core()
+    a, b, young = ready(c, "a"), ready(c, "b", blocks=3), ready(c, "c", blocks=3)
+    step(c)
+    c.wants_growth()
+    assert c.grown(b, []) is None, "it asked ahead and is not stalled"
+    assert c.grown(a, []) is young
+
+
+def test_one_goes_at_a_time() -> None:
+    c = core()
+    a, b, young = ready(c, "a"), ready(c, "b"), ready(c, "c")
+    step(c)
+    assert list(c.wants_growth()) == ["a", "b", "c"]
+    assert c.grown(a, []) is young
+    young.stop = Aborted("preempted")
+    assert c.grown(b, []) is None
+    assert c.grown(young, []) is None
+    c.stopped(young)
+    assert list(c.wants_growth()) == ["a", "b"]
+    assert c.grown(a, []) is None, "what the youngest gives back is not in the pool yet"
+    c.forget(young)
+    assert c.wants_growth() == {"a": 4}
+    assert c.grown(a, []) is b
+
+
+def test_one_who_is_alone_and_stalled_goes_itself() -> None:
+    c = core()
+    a = ready(c, "a")
+    step(c)
+    c.wants_growth()
+    assert c.grown(a, []) is a
+
+
+def test_a_finished_one_gives_its_room_before_anybody_goes() -> None:
+    c = core()
+    a, done = ready(c, "a"), ready(c, "b")
+    step(c, 9, 2)
+    c.wants_growth()
+    assert c.grown(a, []) is None
+    c.forget(done)
+    c.wants_growth()
+    assert c.grown(a, []) is a
+
+
+# --- sharing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [3, 4, 5, 8, 9])
+def test_shared_keys_are_those_of_the_next_turns_prompt(prompt: int) -> None:
+    c = core()
+    sequence = ready(c, "a", prompt, blocks=20)
+    first_block, keys = prompt // BLOCK_TOKENS, list[BlockKey]()
+    for token in range(200, 231):
+        step(c, token)
+        whole = c.whole_blocks(sequence)
+        if whole is not None:
+            assert whole.first_block == first_block + len(keys)
+            assert len(whole.keys) >= 4, "a few at a time"
+            keys += whole.keys
+    step(c, 2)
+    rest = c.whole_blocks(sequence)
+    keys += rest.keys if rest is not None else ()
+    assert c.whole_blocks(sequence) is None
+    fed = sequence.tokens[: sequence.length - 1].tolist()  # the KV of the last token was never computed
+    assert keys == chain(ROOT, token_bytes(fed), BLOCK_TOKENS)[first_block:]
+
+
+# --- moves ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("old", "new"), [(a, b) for a in SequenceStage for b in SequenceStage if (a, b) not in _MOVES])
+def test_every_other_move_is_refused_and_changes_nothing(old: SequenceStage, new: SequenceStage) -> None:
+    c = core()
+    sequence = submitted(c, "a")
+    sequence.stage = old
+    with pytest.raises(InvalidTransition) as caught:
+        c._move(sequence, new)
+    assert (caught.value.old, caught.value.new, sequence.stage) == (old.value, new.value, old)
+
+
+# --- stopping ---------------------------------------------------------------------------------------------------------
+
+STOPPING = Stopping(max_new_tokens=4, min_new_tokens=2, stop_token_ids=(2, 5))
+
+
+@pytest.mark.parametrize(
+    ("token", "position", "finish"),
+    [
+        (9, 0, None),
+        (2, 1, None),
+        (2, 2, FinishReason.STOP),
+        (5, 2, FinishReason.STOP),
+        (9, 2, None),
+        (9, 3, FinishReason.LENGTH),
+        (2, 3, FinishReason.STOP),
+        (9, 7, FinishReason.LENGTH),
+    ],
+)
+def test_when_a_choice_has_had_its_last_token(token: int, position: int, finish: FinishReason | None) -> None:
+    assert finish_after(token, position, STOPPING) is finish
+
+
+def test_stop_tokens_are_banned_until_there_are_enough() -> None:
+    assert [banned_tokens(position, STOPPING) for position in range(3)] == [(2, 5), (2, 5), ()]
