@@ -332,6 +332,19 @@ class ChatConfig:
             at_least(self, 0.0, "temperature")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorConfig:
+    """``mooncake doctor``: what a messenger on this machine is meant to do."""
+
+    transport: Annotated[TransportKind, "transport that must work: auto, shm, tcp or rdma"] = TransportKind.AUTO
+    arena_bytes: Annotated[int, "memory for KVCache blocks that the messenger will have"] = 1 * GiB
+    rdma: RdmaConfig = field(default_factory=RdmaConfig)
+    json: Annotated[bool, "print the findings as one JSON list"] = False
+
+    def __post_init__(self) -> None:
+        at_least(self, 1 * MiB, "arena_bytes")
+
+
 RoleConfig = (
     ConductorConfig
     | GatewayConfig
@@ -341,6 +354,7 @@ RoleConfig = (
     | UpConfig
     | StatusConfig
     | ChatConfig
+    | DoctorConfig
 )
 """Every class that has a table of its own in a configuration file."""
 
@@ -353,5 +367,6 @@ SECTIONS: Final[dict[str, type[RoleConfig]]] = {
     "up": UpConfig,
     "status": StatusConfig,
     "chat": ChatConfig,
+    "doctor": DoctorConfig,
 }
 """Table name, environment prefix (in capitals) and sub-command → class."""

@@ -11,13 +11,23 @@ from typing import Any, Final
 
 from mooncake_mesh.cli.loading import load
 from mooncake_mesh.cli.settings import add_flags, dump
-from mooncake_mesh.config import SECTIONS, ChatConfig, LogFormat, LogLevel, RoleConfig, StatusConfig, UpConfig
+from mooncake_mesh.config import (
+    SECTIONS,
+    ChatConfig,
+    DoctorConfig,
+    LogFormat,
+    LogLevel,
+    RoleConfig,
+    StatusConfig,
+    UpConfig,
+)
 from mooncake_mesh.errors import ConfigError
 
 _SUMMARIES: Final = {
     "up": "run a whole mesh on this machine",
     "chat": "talk to a mesh in the terminal",
     "status": "show the instances of a mesh, their queues and pools",
+    "doctor": "tell what this machine offers a messenger, and what is missing",
     "gateway": "run a gateway: OpenAI HTTP endpoint and door for SDK clients",
     "conductor": "run the conductor: the mesh's scheduler",
     "prefill": "run a prefill instance",
@@ -70,6 +80,10 @@ def _start(name: str, config: RoleConfig, arguments: argparse.Namespace) -> int:
 
             _log_errors_only(name)
             return status.run(config)
+        case DoctorConfig():
+            from mooncake_mesh.cli import doctor
+
+            return doctor.run(config)
         case ChatConfig():
             from mooncake_mesh.cli import chat
 
