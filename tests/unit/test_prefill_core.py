@@ -1,0 +1,210 @@
+"""One prefill instance: who is next, how a prompt is cut, what a stop does at each stage."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from mooncake_mesh.errors import Aborted, InvalidTransition
+from mooncake_mesh.kv.block_hash import token_bytes
+from mooncake_mesh.prefill.core import (
+    _MOVES,
+    Chunk,
+    JobStage,
+    LayerProgress,
+    PrefillCore,
+    QueuedJob,
+    QueueFull,
+)
+from mooncake_proto.ids import Incarnation, JobId, TransferId
+from mooncake_proto.serving import PrefillJob, Sampling, Stopping
+
+BLOCK_TOKENS = 4
+WAY = (JobStage.ACQUIRING, JobStage.READY, JobStage.COMPUTING, JobStage.SENDING, JobStage.DONE)
+ENDS = (JobStage.DONE, JobStage.FAILED, JobStage.CANCELLED)
+
+
+def job(name: str, prompt: int = 10) -> PrefillJob:
+    return PrefillJob(
+        job_id=JobId(name),
+        transfer_id=TransferId(f"{name}.kv"),
+        incarnation=Incarnation("i"),
+        tokens=token_bytes(range(prompt)),
+        keys=b"",
+        sampling=Sampling(),
+        stopping=Stopping(max_new_tokens=4),
+        drawn_tokens=0,
+        stream_endpoint="ipc://g",
+        decode=None,
+        deadline_s=60.0,
+    )
+
+
+def core(*, chunk_tokens: int = 8, max_queued_jobs: int = 8) -> PrefillCore:
+    return PrefillCore(chunk_tokens=chunk_tokens, block_tokens=BLOCK_TOKENS, max_queued_jobs=max_queued_jobs)
+
+
+def submitted(c: PrefillCore, name: str, prompt: int = 10) -> QueuedJob:
+    entry = c.submit(job(name, prompt), 5.0)
+    assert isinstance(entry, QueuedJob)
+    return entry
+
+
+def at(c: PrefillCore, stage: JobStage) -> QueuedJob:
+    """A job that went the straight way to *stage*."""
+    entry = submitted(c, "a")
+    for step in WAY[: WAY.index(stage) + 1] if stage is not JobStage.QUEUED else ():
+        c.move(entry, step)
+    return entry
+
+
+# --- the queue --------------------------------------------------------------------------------------------------------
+
+
+def test_first_come_first_served_and_nobody_twice() -> None:
+    c = core()
+    entries = [submitted(c, name) for name in "abc"]
+    assert [c.next_job() for _ in range(4)] == [*entries, None]
+    assert all(entry.stage is JobStage.ACQUIRING for entry in entries)
+
+
+def test_a_job_that_was_stopped_or_ended_in_the_queue_is_passed_over() -> None:
+    c = core()
+    ended, stopped, waits = (submitted(c, name) for name in "abc")
+    c.move(ended, JobStage.CANCELLED)
+    stopped.stop = Aborted("cancelled")
+    assert c.next_job() is waits
+    assert stopped.stage is JobStage.QUEUED
+    c.move(stopped, JobStage.CANCELLED)
+    assert c.jobs() == [waits]
+
+
+def test_one_job_too_many_is_refused_and_an_end_makes_room() -> None:
+    c = core(max_queued_jobs=2)
+    first = submitted(c, "a")
+    submitted(c, "b")
+    assert c.submit(job("c"), 5.0) is QueueFull.QUEUE_FULL
+    assert c.get(JobId("c")) is None
+    c.move(first, JobStage.FAILED)
+    submitted(c, "c")
+
+
+def test_a_job_is_new() -> None:
+    c = core()
+    submitted(c, "a")
+    with pytest.raises(InvalidTransition):
+        c.submit(job("a"), 5.0)
+    assert c.running_jobs == 1
+
+
+def test_load_is_what_is_still_to_be_computed() -> None:
+    c = core()
+    a, b = submitted(c, "a", 10), submitted(c, "b", 7)
+    assert (c.queued_jobs, c.queued_tokens, c.running_jobs) == (2, 17, 2)
+    c.next_job()
+    c.acquired(a, (1, 2, 3), 2)
+    assert (c.queued_jobs, c.queued_tokens) == (2, 2 + 7)
+    c.move(a, JobStage.COMPUTING)
+    c.move(a, JobStage.SENDING)
+    assert (c.queued_jobs, c.queued_tokens, c.running_jobs) == (1, 7, 2)
+    c.move(a, JobStage.DONE)
+    c.move(b, JobStage.CANCELLED)
+    assert (c.queued_jobs, c.queued_tokens, c.running_jobs) == (0, 0, 0)
+
+
+# --- chunks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cached_blocks", "chunk_tokens", "cuts"),
+    [
+        (10, 0, 8, [0, 8, 10]),
+        (16, 0, 8, [0, 8, 16]),
+        (8, 0, 8, [0, 8]),
+        (1, 0, 8, [0, 1]),
+        (10, 1, 8, [4, 10]),
+        (21, 2, 4, [8, 12, 16, 20, 21]),
+        (9, 2, 8, [8, 9]),
+        (100, 0, 0, [0, 100]),
+        (100, 7, 0, [28, 100]),
+    ],
+)
+def test_a_prompt_is_cut_between_blocks(prompt: int, cached_blocks: int, chunk_tokens: int, cuts: list[int]) -> None:
+    c = core(chunk_tokens=chunk_tokens)
+    entry = submitted(c, "a", prompt)
+    c.next_job()
+    c.acquired(entry, tuple(range(-(-prompt // BLOCK_TOKENS))), cached_blocks)
+    assert c.chunks(entry) == [Chunk(start=start, end=end) for start, end in itertools.pairwise(cuts)]
+    assert all(chunk.start % BLOCK_TOKENS == 0 for chunk in c.chunks(entry))
+
+
+def test_blocks_that_come_for_a_job_that_does_not_wait_for_them_change_nothing() -> None:
+    c = core()
+    entry = submitted(c, "a")
+    with pytest.raises(InvalidTransition):
+        c.acquired(entry, (1, 2, 3), 1)
+    assert (entry.blocks, entry.cached_tokens, entry.stage) == ((), 0, JobStage.QUEUED)
+
+
+# --- moves ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [JobStage.QUEUED, *WAY[:-1]])
+@pytest.mark.parametrize("end", [JobStage.FAILED, JobStage.CANCELLED])
+def test_a_job_can_end_early_at_every_stage(stage: JobStage, end: JobStage) -> None:
+    c = core()
+    entry = at(c, stage)
+    assert not entry.is_over
+    c.move(entry, end)
+    assert (entry.is_over, c.jobs(), c.next_job()) == (True, [], None)
+
+
+def test_a_job_without_a_decode_worker_is_done_after_its_computation() -> None:
+    c = core()
+    entry = at(c, JobStage.COMPUTING)
+    c.move(entry, JobStage.DONE)
+    assert (entry.history, c.running_jobs) == (["queued", "acquiring", "ready", "computing"], 0)
+
+
+@pytest.mark.parametrize(("old", "new"), [(a, b) for a in JobStage for b in JobStage if (a, b) not in _MOVES])
+def test_every_other_move_is_refused_and_changes_nothing(old: JobStage, new: JobStage) -> None:
+    c = core()
+    entry = submitted(c, "a")
+    entry.stage = old
+    with pytest.raises(InvalidTransition) as caught:
+        c.move(entry, new)
+    assert (caught.value.old, caught.value.new) == (old.value, new.value)
+    assert (entry.stage, entry.history, c.jobs()) == (old, [], [entry])
+
+
+def test_nothing_leads_out_of_an_end() -> None:
+    assert not [move for move in _MOVES if move[0] in ENDS]
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def _announced(turns: Sequence[str]) -> list[int]:
+    """Layers announced when the threads take *turns*: ``w`` writes the next layer, ``t`` runs a due turn."""
+    progress, layer, due, announced = LayerProgress(), 0, 0, list[int]()
+    for turn in (*turns, "t", "t"):
+        if turn == "w":
+            due += progress.wrote(layer)
+            layer += 1
+        elif due:
+            due -= 1
+            announced += progress.take()
+    return announced
+
+
+@pytest.mark.parametrize("turns", [p for n in range(1, 7) for p in itertools.product("wt", repeat=n)])
+def test_every_layer_is_announced_once_whenever_the_turns_come(turns: tuple[str, ...]) -> None:
+    assert _announced(turns) == list(range(turns.count("w")))
+
+
+def test_layers_of_a_fast_chunk_need_one_turn() -> None:
+    progress = LayerProgress()
+    assert [progress.wrote(layer) for layer in range(3)] == [True, False, False]
+    assert progress.take() == range(3)
+    assert progress.wrote(3)
+    assert progress.take() == range(3, 4)
