@@ -170,7 +170,8 @@ class Stream:
         """The whole text of a stream that ended as it should: one finish reason, one [DONE], no error."""
         self.wait_over(timeout_s=timeout_s)
         assert self.status == 200, self.errors
-        assert not self.errors and not self.broken, f"{self.errors} {self.broken}"
+        assert not self.errors, self.errors
+        assert not self.broken, self.broken
         assert (len(self.finish_reasons), self.done_marks) == (1, 1)
         return self.text
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from mooncake_mesh.messenger.transports.frames import ENTRY, HEAD, HELLO, MAGIC, Carriage, Kind
 from mooncake_proto import codec
 from mooncake_proto.control import Failure, Ping, Pong
 from mooncake_proto.envelope import VERSION_FRAME
@@ -129,14 +130,14 @@ def test_bytes_that_are_no_zeromq(mesh: Mesh, name: str) -> None:
     clients.ask(mesh.conductor if name == "cluster" else _endpoint(mesh, name), Ping(), Pong)
 
 
-@pytest.mark.parametrize("name", SOCKETS)
+@pytest.mark.parametrize("name", ["sdk", "conductor"])
 def test_a_client_that_floods_reads_nothing_and_leaves(mesh: Mesh, name: str) -> None:
     """Its answers are dropped when its queue is full; everybody else is served, then and after it has gone."""
     with clients.dealer(_endpoint(mesh, name)) as other:
         with clients.dealer(_endpoint(mesh, name)) as deaf:
             deaf.sndtimeo = 1000
             with contextlib.suppress(zmq.Again):
-                for _ in range(12_000):
+                for _ in range(20_000):
                     deaf.send_multipart(FRAMES[11].frames)
             _is_answered(other)
         _is_answered(other)
@@ -177,8 +178,8 @@ def test_silent_connections_at_the_arena_socket_keep_nobody_out(mesh: Mesh) -> N
     assert data[:16].decode() == mesh.incarnation("messenger0")
 
 
-_HEAD = struct.Struct("<4s16sH")
-_ENTRY = struct.Struct("<IHHIBQ")
+_HELLO = HELLO.pack(MAGIC, Kind.CONTROL, b"s" * 16, 1, 0, 1)
+_ABSURD_ENTRY = ENTRY.pack(2**32 - 1, 65535, 65535, 2**32 - 1, 255, 2**64 - 1)
 
 
 @pytest.mark.parametrize(
@@ -186,23 +187,37 @@ _ENTRY = struct.Struct("<IHHIBQ")
     [
         b"x",
         b"GET / HTTP/1.1\r\n\r\n" + b" " * 100,
-        _HEAD.pack(b"MKV2", b"t" * 16, 1) + _ENTRY.pack(0, 0, 1, 64, 0, 0),
-        _HEAD.pack(b"MKV1", b"t" * 16, 0),
-        _HEAD.pack(b"MKV1", b"t" * 16, 65535),
-        _HEAD.pack(b"MKV1", b"t" * 16, 2) + _ENTRY.pack(0, 0, 1, 64, 0, 0),
-        _HEAD.pack(b"MKV1", b"t" * 16, 1) + _ENTRY.pack(0, 0, 1, 64, 1, 7) + b"p" * 64,
-        _HEAD.pack(b"MKV1", b"t" * 16, 1) + _ENTRY.pack(2**32 - 1, 65535, 65535, 2**32 - 1, 255, 2**64 - 1),
+        HELLO.pack(b"MKV9", Kind.CONTROL, b"s" * 16, 1, 0, 1),
+        HELLO.pack(MAGIC, 77, b"s" * 16, 1, 0, 1),
+        HELLO.pack(MAGIC, Kind.LANE, b"s" * 16, 1, 9, 2),
+        HELLO.pack(MAGIC, Kind.CONTROL, b"s" * 16, 1, 0, 255),
+        _HELLO + b"x",
+        _HELLO + HEAD.pack(1, b"t" * 16, 0, Carriage.INLINE, 0),
+        _HELLO + HEAD.pack(1, b"t" * 16, 65535, Carriage.INLINE, 64),
+        _HELLO + HEAD.pack(1, b"t" * 16, 1, 99, 64) + ENTRY.pack(0, 0, 1, 64, 0, 0),
+        _HELLO + HEAD.pack(1, b"t" * 16, 2, Carriage.INLINE, 64) + ENTRY.pack(0, 0, 1, 64, 0, 0),
+        _HELLO + HEAD.pack(1, b"t" * 16, 1, Carriage.INLINE, 64) + ENTRY.pack(0, 0, 1, 64, 1, 7) + b"p" * 64,
+        _HELLO + HEAD.pack(1, b"t" * 16, 1, Carriage.LANES, 2**32 - 1) + _ABSURD_ENTRY,
+        _HELLO + HEAD.pack(1, b"t" * 16, 1, Carriage.INLINE, 2**32 - 1) + _ABSURD_ENTRY,
+        _HELLO + random.Random(8).randbytes(65536),
         random.Random(7).randbytes(65536),
     ],
     ids=[
         "one byte",
         "http",
         "other magic",
+        "unknown kind",
+        "lane 9 of 2",
+        "255 lanes",
+        "truncated head",
         "no slices",
         "65535 slices",
+        "unknown carriage",
         "truncated entries",
         "unknown token",
-        "absurd entry",
+        "4 GiB on lanes",
+        "4 GiB inline",
+        "random after hello",
         "random",
     ],
 )
@@ -213,5 +228,6 @@ def test_garbage_at_the_data_port_ends_the_connection(mesh: Mesh, data: bytes) -
             raw.sendall(data)
             raw.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionError):
-            assert raw.recv(1) in (b"", b"\0")
+            while raw.recv(64):  # a welcome, a refusal; then the end
+                pass
     clients.ask(mesh.endpoint("messenger1"), Ping(), Pong)

@@ -49,6 +49,9 @@ def test_defaults_are_valid_and_frozen(cls: type) -> None:
         (GatewayConfig, "model", "  "),
         (MessengerConfig, "arena_bytes", 1000),
         (MessengerConfig, "data_port", 70000),
+        (MessengerConfig, "advertise_data", "10.0.0.7"),
+        (MessengerConfig, "advertise_data", "tcp://10.0.0.7:7721"),
+        (MessengerConfig, "advertise_data", "10.0.0.7:0"),
         (MessengerConfig, "tcp_connections", 0),
         (PrefillConfig, "chunk_tokens", 100),
         (PrefillConfig, "chunk_tokens", -16),
@@ -64,6 +67,12 @@ def test_defaults_are_valid_and_frozen(cls: type) -> None:
 def test_bad_value_is_refused_by_name(cls: type, field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{field}: "):
         cls(**{field: value})
+
+
+def test_a_messenger_may_be_reached_elsewhere_than_where_it_listens() -> None:
+    assert MessengerConfig().advertised_data(7721) == ("127.0.0.1", 7721)
+    assert MessengerConfig(advertise_data="kv.example:9000").advertised_data(7721) == ("kv.example", 9000)
+    assert MessengerConfig(advertise_data="[2001:db8::7]:9000").advertised_data(7721) == ("2001:db8::7", 9000)
 
 
 def test_unchunked_prefill_is_allowed() -> None:
