@@ -89,6 +89,8 @@ class ConductorCore:
         """
         before = self._peers.get(instance_id)
         events = self._peers.beat(instance_id, incarnation, load, now_s)
+        if events is None:
+            return None
         if events == [] and before is not None and _availability(before.load) != _availability(load):
             events = [HealthChanged(member=before.member, health=Health.ALIVE)]
         assigned = self._assigned.get(instance_id)
@@ -232,7 +234,8 @@ class ConductorCore:
 
     def _messenger_lease(self, node_id: NodeId) -> Lease | None:
         instance_id = self._messengers.get(node_id)
-        return None if instance_id is None else self._peers.get(instance_id)
+        lease = None if instance_id is None else self._peers.get(instance_id)
+        return lease if lease is not None and lease.member.node_id == node_id else None
 
     def _messenger(self, node_id: NodeId) -> str:
         lease = self._messenger_lease(node_id)
@@ -252,7 +255,11 @@ class ConductorCore:
 
     def _card(self, model: str) -> ModelCard | None:
         return next(
-            (lease.member.model for lease in self._peers if lease.member.model and lease.member.model.name == model),
+            (
+                lease.member.model
+                for lease in self._peers
+                if lease.health is not Health.DEAD and lease.member.model and lease.member.model.name == model
+            ),
             None,
         )
 
