@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import xxhash
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mooncake_mesh.errors import NoFreeBlocks, SliceLost
 from mooncake_mesh.kv.block_hash import join_keys
@@ -32,6 +32,10 @@ KEYS = {family: [BlockKey(f"{family}{i}".encode().ljust(16, b".")) for i in rang
 def content(seed: bytes) -> bytes:
     """The KV of one block: a function of its key, or of its job where it has none."""
     return hashlib.sha256(seed).digest()[:BLOCK_BYTES]
+
+
+WHOLE_WAY = st.just(["plan", "compute", "send", "compute", "send", "compute", "send"])
+RARELY = st.sampled_from([False, False, False, True])
 
 
 class Node:
@@ -114,6 +118,10 @@ class TransferMachine(RuleBasedStateMachine):
 
     # --- transfers begin ----------------------------------------------------------------------------------------------
 
+    @initialize(family=st.sampled_from("ab"), whole=st.integers(1, 3), tail=st.booleans())
+    def begin(self, family: str, whole: int, tail: bool) -> None:
+        self.request(family, whole, tail)
+
     @rule(family=st.sampled_from("ab"), whole=st.integers(0, 3), tail=st.booleans())
     def request(self, family: str, whole: int, tail: bool) -> None:
         """A request is placed: its decode node reserves, its prefill node will compute what it has not."""
@@ -192,8 +200,6 @@ class TransferMachine(RuleBasedStateMachine):
 
     # --- transfers go on ----------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.transfers)
-    @rule(which=st.integers(0, 3))
     def plan(self, which: int) -> None:
         """The sender learns what the receiver wants; of a fetch, the receiver learns what there is."""
         transfer = self.pick(which)
@@ -205,8 +211,6 @@ class TransferMachine(RuleBasedStateMachine):
             transfer.landing.shorten(transfer.out.n_blocks)
             self.receiver.core.settle(transfer.landing)
 
-    @precondition(lambda self: self.transfers)
-    @rule(which=st.integers(0, 3))
     def compute(self, which: int) -> None:
         transfer = self.pick(which)
         if not self.is_sending(transfer) or transfer.computed == LAYERS:
@@ -221,26 +225,33 @@ class TransferMachine(RuleBasedStateMachine):
             self.sender.core.seal(transfer.sending_job, transfer.first_fresh, transfer.keys[transfer.first_fresh :])
 
     @precondition(lambda self: self.transfers)
-    @rule(which=st.integers(0, 1), turns=st.integers(1, LAYERS), copies=st.booleans())
-    def go_on(self, which: int, turns: int, copies: bool) -> None:
-        """Some turns of the way things should go, up to slices on the link."""
-        self.plan(which)
-        for _ in range(turns):
-            self.compute(which)
-            self.send(which, 10**6, copies)
+    @rule(
+        which=st.integers(0, 2),
+        steps=WHOLE_WAY
+        | WHOLE_WAY
+        | st.lists(st.sampled_from(["plan", "compute", "send", "send little"]), min_size=1, max_size=3),
+        copies=st.booleans(),
+    )
+    def go_on(self, which: int, steps: list[str], copies: bool) -> None:
+        """Some steps of one transfer, up to slices on the link."""
+        for step in steps:
+            if step == "plan":
+                self.plan(which)
+            elif step == "compute":
+                self.compute(which)
+            else:
+                self.send(which, 1 if step == "send little" else 10**6, copies)
 
     @precondition(lambda self: self.wire)
-    @rule(turns=st.integers(1, LAYERS))
-    def deliver(self, turns: int) -> None:
-        """Some turns of the way things should go on the link, oldest batch first."""
-        for _ in range(min(turns, len(self.wire))):
+    @rule()
+    def deliver(self) -> None:
+        """The link as it should be: all batches, oldest first."""
+        while self.wire:
             n_writes = len(self.writes)
             self.arrive(0, False, False)
             if len(self.writes) > n_writes:
                 self.write(n_writes)
 
-    @precondition(lambda self: self.transfers)
-    @rule(which=st.integers(0, 3), max_bytes=st.sampled_from([1, 10**6]), copies=st.booleans())
     def send(self, which: int, max_bytes: int, copies: bool) -> None:
         transfer = self.pick(which)
         if not self.is_sending(transfer):
@@ -252,7 +263,7 @@ class TransferMachine(RuleBasedStateMachine):
             self.wire.append(Batch(transfer, pieces, sums, data if copies else None))
 
     @precondition(lambda self: self.wire)
-    @rule(which=st.integers(0, 9), is_repeated=st.booleans(), is_damaged=st.booleans())
+    @rule(which=st.integers(0, 9), is_repeated=st.booleans(), is_damaged=RARELY)
     def arrive(self, which: int, is_repeated: bool, is_damaged: bool) -> None:
         """A batch reaches the receiver; if it may land, its first bytes are written now."""
         index = which % len(self.wire)
@@ -298,7 +309,7 @@ class TransferMachine(RuleBasedStateMachine):
         self.sender.core.release(transfer.sending_job, "aborted")
         transfer.landing.fail("aborted")
 
-    @precondition(lambda self: self.transfers)
+    @precondition(lambda self: self.wire or self.writes or any(t.ended for t in self.transfers))
     @rule(which=st.integers(0, 3), how=st.sampled_from(["abort", "lose", "receiver", "sender", "decode", "prefill"]))
     def end(self, which: int, how: str) -> None:
         """The sender gives up, perhaps over a lost batch; one of the jobs is over; one of the workers dies."""
@@ -319,8 +330,13 @@ class TransferMachine(RuleBasedStateMachine):
 
     # --- others use the nodes too -------------------------------------------------------------------------------------
 
-    @rule(at_receiver=st.booleans(), n_blocks=st.integers(1, 5))
-    def other_job(self, at_receiver: bool, n_blocks: int) -> None:
+    @rule(at_receiver=st.booleans(), n_blocks=st.integers(1, 4), ends=st.booleans())
+    def other_job(self, at_receiver: bool, n_blocks: int, ends: bool) -> None:
+        """One that is there ends, or another takes blocks and writes them."""
+        if ends and self.others:
+            name = min(self.others)
+            self.others.pop(name)[0].core.release(JobId(name), "done")
+            return
         node, name = self.receiver if at_receiver else self.sender, self.name()
         acquired = node.acquire(name, n_blocks, [])
         if acquired is None:
@@ -329,13 +345,6 @@ class TransferMachine(RuleBasedStateMachine):
         for block in acquired.blocks:
             node.put(block, pattern)
         self.others[name] = (node, list(acquired.blocks), pattern)
-
-    @precondition(lambda self: self.others)
-    @rule(which=st.integers(0, 9))
-    def other_ends(self, which: int) -> None:
-        name = sorted(self.others)[which % len(self.others)]
-        node = self.others.pop(name)[0]
-        node.core.release(JobId(name), "done")
 
     # --- what holds ---------------------------------------------------------------------------------------------------
 
