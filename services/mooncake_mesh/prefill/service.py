@@ -312,6 +312,7 @@ class PrefillService:
         if entry.stop is not None:
             await self._give_up(entry, entry.stop)
             return
+        computed_s = monotonic()
         try:
             async with self._station.waits.interruptible(entry.job.job_id):
                 done = PrefillDone(job_id=entry.job.job_id, token=token)
@@ -326,6 +327,7 @@ class PrefillService:
                 overlapped_bytes=report.overlapped_bytes,
                 skipped_blocks=report.skipped_blocks,
                 elapsed_s=round(report.elapsed_s, 4),
+                tail_s=round(monotonic() - computed_s, 4),  # what the transfer adds to the time of the prefill
             )
             self._end(entry, JobStage.DONE)
         except MooncakeError as error:
