@@ -7,7 +7,8 @@ looks before and after it uses a block, and drops what it made of one that was t
 
 ::
 
-    set-up   owner → reader   "MKH1" | bytes of memory (u64) | blocks (u64), with the two descriptors (SCM_RIGHTS)
+    set-up   owner → reader   "MKH1" | bytes of memory | blocks | bytes of a block (u64), with the descriptors of memory
+                              and table (SCM_RIGHTS)
     hand     owner → reader   batch (u32) | number of blocks (u32) | each: offset, length, generation (u64)
     release  reader → owner   batch (u32)
 """
@@ -25,7 +26,7 @@ from mooncake_mesh.errors import SliceLost, TransferError
 from mooncake_mesh.messenger.transports.api import LinkLost
 
 _MAGIC: Final = b"MKH1"
-_SET_UP: Final = struct.Struct("<4sQQ")
+_SET_UP: Final = struct.Struct("<4sQQQ")
 _HEAD: Final = struct.Struct("<II")
 _ENTRY: Final = struct.Struct("<QQQ")
 _RELEASE: Final = struct.Struct("<I")
@@ -49,8 +50,10 @@ class Generations:
         os.ftruncate(fd, n_blocks * _GENERATION_BYTES)
         return cls(fd, n_blocks)
 
-    def of(self, block: int) -> int:
-        return self._table[block]
+    def of(self, blocks: Sequence[int]) -> list[int]:
+        """Raises IndexError for what is no block."""
+        table = self._table
+        return [table[block] for block in blocks]
 
     def advance(self, block: int) -> None:
         """Take *block* back from whoever has it. Do so before its bytes change."""
@@ -74,7 +77,7 @@ class HandOffOwner:
         self._loop = asyncio.get_running_loop()
         self._next_batch = 0
         self._handed: dict[int, asyncio.Future[None]] = {}
-        set_up = _SET_UP.pack(_MAGIC, size_bytes, generations.n_blocks)
+        set_up = _SET_UP.pack(_MAGIC, size_bytes, generations.n_blocks, block_bytes)
         socket.send_fds(connection, [set_up], [memory_fd, generations.fd])
         connection.setblocking(False)
         self._loop.add_reader(connection, self._read)
@@ -86,11 +89,14 @@ class HandOffOwner:
         """
         if not 0 < len(blocks) <= MAX_BLOCKS:
             raise TransferError(f"a batch has 1 to {MAX_BLOCKS} blocks, not {len(blocks)}")
-        batch = self._next_batch
-        size, of = self._block_bytes, self._generations.of
-        entries = [_ENTRY.pack(block * size, size, of(block)) for block in blocks]
+        batch, size = self._next_batch, self._block_bytes
+        fields = [
+            field
+            for block, generation in zip(blocks, self._generations.of(blocks), strict=True)
+            for field in (block * size, size, generation)
+        ]
         try:
-            self._connection.send(_HEAD.pack(batch, len(blocks)) + b"".join(entries))
+            self._connection.send(_HEAD.pack(batch, len(blocks)) + struct.pack(f"<{len(fields)}Q", *fields))
         except OSError as error:
             raise TransferError(f"hand-off: {error}") from error
         self._next_batch = (batch + 1) & 0xFFFFFFFF
@@ -129,33 +135,25 @@ class HandOffOwner:
         self._handed.clear()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandedBlock:
-    """A block in place: bytes ``offset .. offset + size_bytes`` of the owner's memory, read-only."""
-
-    offset: int
-    size_bytes: int
-    generation: int
-
-
 class Handed:
-    """A batch that the reader has for now."""
+    """A batch that the reader has for now: blocks ``offsets`` .. ``+ block_bytes`` of the owner's memory, read-only."""
 
-    def __init__(self, reader: "HandOffReader", batch: int, blocks: Sequence[HandedBlock]) -> None:
+    def __init__(self, reader: "HandOffReader", batch: int, offsets: Sequence[int], generations: Sequence[int]) -> None:
+        self.offsets = offsets
+        self.block_bytes = reader.block_bytes
         self._reader = reader
         self._batch = batch
-        self.blocks = blocks
+        self._generations = list(generations)
 
     def view(self, index: int) -> memoryview:
         """The bytes of one block. Let go of it before :meth:`release`."""
-        block = self.blocks[index]
-        return self._reader.memory[block.offset : block.offset + block.size_bytes]
+        start = self.offsets[index]
+        return self._reader.memory[start : start + self.block_bytes]
 
     def check(self) -> None:
         """Raises SliceLost when the owner has taken a block back. Call it after using them: only then it says all."""
-        for block in self.blocks:
-            if self._reader.generation_at(block.offset, block.size_bytes) != block.generation:
-                raise SliceLost(f"the block at byte {block.offset} was taken back")
+        if self._reader.generations_at(self.offsets) != self._generations:
+            raise SliceLost("a block was taken back")
 
     def release(self) -> None:
         """Give the batch back. The owner may reuse its blocks from now on."""
@@ -173,11 +171,12 @@ class HandOffReader:
         self._on_handed = on_handed
         self._on_gone = on_gone
         self._loop: asyncio.AbstractEventLoop | None = None
-        size_bytes, n_blocks, fds = _receive_set_up(connection)
-        self._map = mmap.mmap(fds[0], size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        os.close(fds[0])
-        self._generations = Generations(fds[1], n_blocks, protection=mmap.PROT_READ)
+        set_up = _receive_set_up(connection)
+        self._map = mmap.mmap(set_up.memory_fd, set_up.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        os.close(set_up.memory_fd)
+        self._generations = Generations(set_up.generations_fd, set_up.n_blocks, protection=mmap.PROT_READ)
         self.memory = memoryview(self._map)
+        self.block_bytes = set_up.block_bytes
 
     def start(self) -> None:
         """Take batches from now on; on the loop."""
@@ -185,8 +184,8 @@ class HandOffReader:
         self._connection.setblocking(False)
         self._loop.add_reader(self._connection, self._read)
 
-    def generation_at(self, offset: int, size_bytes: int) -> int:
-        return self._generations.of(offset // size_bytes)
+    def generations_at(self, offsets: Sequence[int]) -> list[int]:
+        return self._generations.of([offset // self.block_bytes for offset in offsets])
 
     def release(self, batch: int) -> None:
         self._connection.send(_RELEASE.pack(batch))
@@ -206,38 +205,51 @@ class HandOffReader:
             return
         except OSError:
             data = b""
-        blocks = self._unpack(data)
-        if blocks is None:
+        if not self._hand_on(data):
             if self._loop is not None:
                 self._loop.remove_reader(self._connection)
                 self._loop = None
             self._on_gone()
-            return
-        self._on_handed(Handed(self, _HEAD.unpack_from(data)[0], blocks))
 
-    def _unpack(self, data: bytes) -> list[HandedBlock] | None:
-        """None at the end of the connection, or for what no owner would say."""
-        if len(data) < _HEAD.size + _ENTRY.size or (len(data) - _HEAD.size) % _ENTRY.size:
-            return None
-        blocks = [
-            HandedBlock(offset=offset, size_bytes=size, generation=generation)
-            for offset, size, generation in _ENTRY.iter_unpack(memoryview(data)[_HEAD.size :])
-        ]
-        size_bytes, n_blocks = len(self.memory), self._generations.n_blocks
-        if any(b.size_bytes == 0 or b.offset + b.size_bytes > size_bytes for b in blocks):
-            return None
-        return blocks if all(b.offset // b.size_bytes < n_blocks for b in blocks) else None
+    def _hand_on(self, data: bytes) -> bool:
+        """False at the end of the connection, and for what no owner would say."""
+        n_blocks, rest = divmod(len(data) - _HEAD.size, _ENTRY.size)
+        if n_blocks < 1 or rest:
+            return False
+        batch, announced = _HEAD.unpack_from(data)
+        fields = struct.unpack_from(f"<{3 * n_blocks}Q", data, _HEAD.size)
+        offsets, sizes, generations = fields[0::3], fields[1::3], fields[2::3]
+        last = min(len(self.memory), self._generations.n_blocks * self.block_bytes) - self.block_bytes
+        if announced != n_blocks or sizes.count(self.block_bytes) != n_blocks or max(offsets) > last:
+            return False
+        self._on_handed(Handed(self, batch, offsets, generations))
+        return True
 
 
-def _receive_set_up(connection: socket.socket) -> tuple[int, int, list[int]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SetUp:
+    size_bytes: int
+    n_blocks: int
+    block_bytes: int
+    memory_fd: int
+    generations_fd: int
+
+
+def _receive_set_up(connection: socket.socket) -> _SetUp:
     try:
         data, fds, _, _ = socket.recv_fds(connection, _SET_UP.size, 2, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
         raise LinkLost(f"hand-off: {error}") from error
     if len(data) == _SET_UP.size and len(fds) == 2:
-        magic, size_bytes, n_blocks = _SET_UP.unpack(data)
-        if magic == _MAGIC and os.fstat(fds[0]).st_size >= size_bytes:
-            return size_bytes, n_blocks, list(fds)
+        magic, size_bytes, n_blocks, block_bytes = _SET_UP.unpack(data)
+        if magic == _MAGIC and block_bytes and os.fstat(fds[0]).st_size >= size_bytes:
+            return _SetUp(
+                size_bytes=size_bytes,
+                n_blocks=n_blocks,
+                block_bytes=block_bytes,
+                memory_fd=fds[0],
+                generations_fd=fds[1],
+            )
     for fd in fds:
         os.close(fd)
     raise LinkLost("hand-off: not an owner of this protocol")
