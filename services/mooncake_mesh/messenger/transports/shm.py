@@ -8,6 +8,7 @@ taken after the copy, over the receiver's bytes: it covers the copy itself and a
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +70,9 @@ class SourceArenas:
             if borrowed.owner != source.incarnation:
                 borrowed.close()
                 raise PeerUnreachable(f"{source.socket_path} belongs to another incarnation of {source.node_id}")
+            if (other := self._borrowed.get(source.incarnation)) is not None:  # a twin of this transfer was faster
+                borrowed.close()
+                return other
             self._borrowed[source.incarnation] = borrowed
         return borrowed
 
@@ -107,7 +111,11 @@ async def copy_in(
     try:
         await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.wait([work])
+        while not work.done():
+            with suppress(
+                asyncio.CancelledError
+            ):  # a second one comes when the call's deadline follows its cancellation
+                await asyncio.wait([work])
         raise
     finally:
         source.in_use -= 1
