@@ -1,0 +1,267 @@
+"""The SSD tier at work: tasks and threads around :mod:`tiering`.
+
+One task moves blocks out, ahead of need; reads run two at a time. Nothing here can fail a request: every fault of the
+disk ends in a block that is not found, is counted, and is logged the first time of its kind.
+"""
+
+import asyncio
+import errno
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import structlog
+
+from mooncake_mesh.kv.block_pool import BlockPool
+from mooncake_mesh.mesh.bell import Bell
+from mooncake_mesh.messenger.store.block_file import BlockFile, Fault, Mismatch, SlotBytes, slot_bytes_of
+from mooncake_mesh.messenger.store.folder import StoreFolder
+from mooncake_mesh.messenger.store.records import Namespace, SlotRecord
+from mooncake_mesh.messenger.store.slots import SlotTable, SlotWrite
+from mooncake_mesh.messenger.store.staging import Staging
+from mooncake_mesh.messenger.store.tiering import Coming, Leaving, Tiering
+from mooncake_proto.ids import BlockId, BlockKey
+
+log = structlog.get_logger(__name__)
+
+_T = TypeVar("_T")
+
+_READERS: Final = 2
+_ROOM_S: Final = 0.25
+"""Longest time that a job waits for blocks to be copied out; after it the pool drops what it needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    leaving: Leaving
+    write: SlotWrite
+    slot: SlotBytes
+
+
+class SsdTier:
+    """The second tier of one pool. *changed* is called after either tier changed. All methods on the event loop."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        arena: memoryview,
+        folder: StoreFolder,
+        namespace: Namespace,
+        size_bytes: int,
+        tasks: asyncio.TaskGroup,
+        *,
+        changed: Callable[[], None],
+    ) -> None:
+        self.slots = SlotTable(max(1, size_bytes // slot_bytes_of(namespace.block_bytes)))
+        self.demoted_blocks = 0
+        self.promoted_blocks = 0
+        self.faults = 0
+        self._pool = pool
+        self._arena = arena
+        self._folder = folder
+        self._namespace = namespace
+        self._size_bytes = size_bytes
+        self._tasks = tasks
+        self._changed = changed
+        self._tiering = Tiering(pool, self.slots)
+        self._file: BlockFile | None = None
+        self._threads = ThreadPoolExecutor(_READERS + 1, thread_name_prefix="ssd")
+        self._readers: asyncio.Queue[Staging] = asyncio.Queue()
+        self._wake = asyncio.Event()
+        self._passed = Bell()
+        self._is_moving = False
+        self._asked_free = 0
+        self._staged = 0
+        self._told: set[str] = set()
+
+    async def run(self) -> None:
+        """Open the folder, take over what it holds, and move blocks out until cancelled."""
+        try:
+            file = await self._on_thread(self._folder.open, self._namespace, self._size_bytes)
+            records = await self._on_thread(file.records)
+        except OSError as error:
+            self.faults += 1
+            log.error("ssd_tier_off", path=str(self._folder.path), error=str(error))
+            return
+        for _ in range(_READERS):
+            self._readers.put_nowait(Staging(self._namespace.block_bytes))
+        self.slots.found(records)
+        self._file = file
+        self._tasks.create_task(self._adopt(file, records))
+        staging = Staging(self._namespace.block_bytes)
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            await self._move_out(file, staging)
+
+    def close(self) -> None:
+        """Wait for the threads, then give up the folder. After the tasks have ended."""
+        self._threads.shutdown()
+        self._folder.close()
+
+    # --- out ----------------------------------------------------------------------------------------------------------
+
+    def pool_changed(self) -> None:
+        """More of the pool may be in use than should be."""
+        if self._tiering.excess():
+            self._wake.set()
+
+    async def make_room(self, n_blocks: int) -> None:
+        """Return when the pool can give *n_blocks* without losing any, when nothing more can be moved, or in time."""
+        if self._file is None or self._pool.free_blocks >= n_blocks or self._tiering.has_given_up:
+            return
+        self._asked_free = max(self._asked_free, n_blocks)
+        self._is_moving = True
+        self._wake.set()
+
+        def has_room() -> bool | None:
+            return True if self._pool.free_blocks + self._staged >= n_blocks or not self._is_moving else None
+
+        try:
+            async with asyncio.timeout(_ROOM_S):
+                await self._passed.until(has_room)
+        except TimeoutError:
+            self._tell("slow", event="ssd_slow", waited_s=_ROOM_S)
+
+    async def _move_out(self, file: BlockFile, staging: Staging) -> None:
+        self._is_moving = True
+        while True:
+            n = max(self._tiering.excess(), self._asked_free - self._pool.free_blocks)
+            free_before = self._pool.free_blocks
+            leaving = self._tiering.leaving(n)
+            n_written = 0
+            for start in range(0, len(leaving), len(staging.slots)):
+                n_written += await self._move(leaving[start : start + len(staging.slots)], file, staging)
+            self._changed()
+            if n_written == 0 and self._pool.free_blocks <= free_before:
+                break
+        self._asked_free = 0
+        self._is_moving = False
+        self._passed.ring()
+
+    async def _move(self, leaving: Sequence[Leaving], file: BlockFile, staging: Staging) -> int:
+        """Move one batch out; how many blocks were written."""
+        checksums = await self._on_thread(staging.copy_out, self._arena, [one.block for one in leaving])
+        placed = []
+        for one, checksum, buffer in zip(leaving, checksums, staging.slots, strict=False):
+            write = self._tiering.copied(one)
+            if write is not None:
+                record = SlotRecord(slot=write.slot, key=write.key, checksum=checksum, seq=write.seq)
+                placed.append(_Placed(leaving=one, write=write, slot=SlotBytes(record=record, buffer=buffer)))
+        self._staged = len(placed)
+        self._passed.ring()
+        faults = await self._on_thread(file.write, [item.slot for item in placed])
+        self._staged = 0
+        for item, fault in zip(placed, faults, strict=True):
+            if fault is None:
+                self._tiering.written(item.leaving, item.write, item.slot.record.checksum)
+            else:
+                self._tiering.write_failed(item.write)
+                self._fault("write", fault, item.write.slot)
+        n_written = sum(fault is None for fault in faults)
+        self.demoted_blocks += n_written
+        if self._tiering.has_given_up:
+            self._tell("given up", event="ssd_writes_stopped", path=str(self._folder.path))
+        self._changed()
+        self._passed.ring()
+        return n_written
+
+    # --- in -----------------------------------------------------------------------------------------------------------
+
+    async def promote(self, holder: str, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> int:
+        """Read the prefix *keys*, as far as it is here, into *blocks*, reserved for *holder*; how many are sealed now.
+
+        A caller that is cancelled leaves the reading to end by itself: the pool hears of the last byte.
+        """
+        file = self._file
+        if file is None:
+            return 0
+        coming = self._tiering.coming(blocks, keys)
+        if not coming:
+            return 0
+        return await asyncio.shield(self._tasks.create_task(self._read(holder, coming, file)))
+
+    async def _read(self, holder: str, coming: Sequence[Coming], file: BlockFile) -> int:
+        size = Staging.slots_for(self._namespace.block_bytes)
+        batches = [coming[start : start + size] for start in range(0, len(coming), size)]
+        outcomes = await asyncio.gather(*(self._read_batch(batch, file) for batch in batches))
+        faults = [fault for batch in outcomes for fault in batch]
+        for one, fault in zip(coming, faults, strict=True):
+            if fault is not None:
+                self._fault("read", fault, one.record.slot)
+                self._tasks.create_task(self._erase(file, one.record.slot))
+        n_good = self._tiering.came(holder, coming, [fault is None for fault in faults])
+        self.promoted_blocks += n_good
+        self._changed()
+        return n_good
+
+    async def _read_batch(self, coming: Sequence[Coming], file: BlockFile) -> list[Fault | None]:
+        staging = await self._readers.get()
+        try:
+            return await self._on_thread(self._fetch, coming, file, staging)
+        finally:
+            self._readers.put_nowait(staging)
+
+    def _fetch(self, coming: Sequence[Coming], file: BlockFile, staging: Staging) -> list[Fault | None]:
+        """On a thread: read and verify, then copy what is whole into the arena."""
+        faults = file.read(_into(staging, [one.record for one in coming]))
+        for position, (one, fault) in enumerate(zip(coming, faults, strict=True)):
+            if fault is None:
+                staging.copy_in(self._arena, one.block, position)
+        return faults
+
+    async def _adopt(self, file: BlockFile, records: Sequence[SlotRecord]) -> None:
+        """Take over, newest first, the blocks of the last life that are still whole."""
+        n_torn = 0
+        size = Staging.slots_for(self._namespace.block_bytes)
+        for start in range(0, len(records), size):
+            batch = records[start : start + size]
+            staging = await self._readers.get()
+            try:
+                faults = await self._on_thread(file.read, _into(staging, batch))
+            finally:
+                self._readers.put_nowait(staging)
+            for record, fault in zip(batch, faults, strict=True):
+                if fault is None:
+                    self.slots.verified(record.slot)
+                    continue
+                n_torn += 1
+                self.slots.torn(record.slot)
+                self._fault("read", fault, record.slot)
+            self._changed()
+        log.info(
+            "ssd_adopted",
+            path=str(self._folder.path),
+            slots=self.slots.n_slots,
+            found=len(records),
+            torn=n_torn,
+        )
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    async def _erase(self, file: BlockFile, slot: int) -> None:
+        fault = await self._on_thread(file.erase, slot)
+        if fault is not None:
+            self._fault("erase", fault, slot)
+
+    def _fault(self, operation: str, fault: Fault, slot: int) -> None:
+        """Count a fault; log the first of its kind."""
+        self.faults += 1
+        if isinstance(fault, Mismatch):
+            kind, error = fault.value, "the slot holds other bytes than were written"
+        else:
+            kind, error = errno.errorcode.get(fault.errno or 0, "EIO"), str(fault)
+        self._tell(f"{operation} {kind}", event="ssd_fault", operation=operation, slot=slot, kind=kind, error=error)
+
+    def _tell(self, once: str, *, event: str, **facts: object) -> None:
+        if once not in self._told:
+            self._told.add(once)
+            log.warning(event, **facts)
+
+    async def _on_thread(self, work: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+
+def _into(staging: Staging, records: Sequence[SlotRecord]) -> list[SlotBytes]:
+    return [SlotBytes(record=record, buffer=buffer) for record, buffer in zip(records, staging.slots, strict=False)]
