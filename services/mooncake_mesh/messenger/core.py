@@ -11,10 +11,12 @@ from typing import Final
 
 from mooncake_mesh.errors import InvalidRequest, NoFreeBlocks, SliceLost, TransferError
 from mooncake_mesh.kv.block_hash import split_keys
-from mooncake_mesh.kv.block_pool import BlockPool, NoRoom, Sealed
+from mooncake_mesh.kv.block_pool import BlockPool, NoRoom, PoolEvent, Sealed
 from mooncake_mesh.kv.eviction import EvictionKind, eviction_policy
 from mooncake_mesh.messenger.landing import Landing, LandingState
 from mooncake_mesh.messenger.sending import Outbound
+from mooncake_mesh.messenger.store.slots import SlotTable
+from mooncake_mesh.messenger.store.tiering import Target, joint_events, joint_keys, prefix_on_ssd
 from mooncake_proto.ids import BlockId, BlockKey, Incarnation, InstanceId, JobId, TransferId
 from mooncake_proto.transfer import Acquire, Acquired, PushBlocks, Slot
 
@@ -37,6 +39,7 @@ class MessengerCore:
     def __init__(self, *, n_blocks: int, block_bytes: int, eviction: EvictionKind = EvictionKind.LRU) -> None:
         self.pool = BlockPool(n_blocks, eviction=eviction_policy(eviction))
         self.block_bytes = block_bytes
+        self.slots: SlotTable | None = None  # the SSD tier, where there is one
         self._jobs: dict[JobId, _Job] = {}
         self._landings: dict[TransferId, Landing] = {}
         self._outbound: dict[TransferId, Outbound] = {}
@@ -50,7 +53,14 @@ class MessengerCore:
     def missing_prefix(self, request: Acquire) -> list[BlockKey]:
         """Keys worth fetching from another node for *request*: those past what this arena holds of its prefix."""
         wanted = list(islice(split_keys(request.keys), min(request.fetch_blocks, request.max_cached_blocks)))
-        return wanted[len(self.pool.match(wanted)) :]
+        missing = wanted[len(self.pool.match(wanted)) :]
+        if self.slots is not None and prefix_on_ssd(self.slots, missing) == len(missing):
+            return []
+        return missing
+
+    def cached_prefix(self, request: Acquire) -> list[BlockId]:
+        """Blocks that *request* would find sealed now."""
+        return self.pool.match(list(islice(split_keys(request.keys), min(request.max_cached_blocks, request.n_blocks))))
 
     def acquire(self, request: Acquire, now_s: float) -> Acquired | NoRoom:
         """Blocks for a job: the sealed prefix referenced, the rest reserved, the landing opened. All or nothing.
@@ -128,6 +138,37 @@ class MessengerCore:
             for job_id, job in self._jobs.items()
             if job.instance_id == instance_id and job.incarnation == incarnation
         ]
+
+    # --- both tiers ---------------------------------------------------------------------------------------------------
+
+    def drain_events(self) -> list[PoolEvent]:
+        """Keys that this node began or ceased to hold, in either tier."""
+        return self.pool.drain_events() if self.slots is None else joint_events(self.pool, self.slots)
+
+    def keys(self) -> list[BlockKey]:
+        """All keys that this node holds, in either tier."""
+        return self.pool.keys() if self.slots is None else joint_keys(self.pool, self.slots)
+
+    def promotion(self, request: Acquire, acquired: Acquired) -> Target:
+        """Where to read what SSD holds of the prefix of a job that was just given its blocks."""
+        keys = list(split_keys(request.keys))[acquired.cached_blocks : request.max_cached_blocks]
+        blocks = [BlockId(block) for block in acquired.blocks[acquired.cached_blocks :]]
+        return Target(holder=_holder(request.job_id), blocks=blocks, keys=keys)
+
+    def open_promotion(self, job_id: JobId, request: PushBlocks, owner: InstanceId, incarnation: Incarnation) -> Target:
+        """Reserve blocks for what SSD holds of a prefix that a peer asks for; a job of its own, which its user ends.
+
+        The part that is in the arena is held meanwhile. Without room, or anything on SSD, there is nothing to read.
+        """
+        keys = list(split_keys(request.keys))
+        cached = self.pool.match(keys)
+        missing = keys[len(cached) :]
+        n_blocks = 0 if self.slots is None else prefix_on_ssd(self.slots, missing)
+        self.pool.hold(_holder(job_id), cached)
+        got = self.pool.reserve(_holder(job_id), n_blocks)
+        blocks = [] if isinstance(got, NoRoom) else got
+        self._jobs[job_id] = _Job(owner, incarnation, [*cached, *blocks], keys)
+        return Target(holder=_holder(job_id), blocks=blocks, keys=missing)
 
     # --- landings -----------------------------------------------------------------------------------------------------
 

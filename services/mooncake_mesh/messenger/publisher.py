@@ -39,7 +39,7 @@ class KvPublisher:
     def poke(self) -> None:
         """The pool may have news."""
         if self._core is not None:
-            self._log.append(self._core.pool.drain_events())
+            self._log.append(self._core.drain_events())
             if self._log.next_seq != self._acked_seq:
                 self._wake.set()
 
@@ -71,5 +71,5 @@ class KvPublisher:
         if batch is Unsendable.NOTHING_NEW:
             return None
         if isinstance(batch, Unsendable):
-            return self._log.snapshot(self._core.pool.keys() if self._core is not None else [])
+            return self._log.snapshot(self._core.keys() if self._core is not None else [])
         return batch

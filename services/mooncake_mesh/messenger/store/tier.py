@@ -1,4 +1,4 @@
-"""The SSD tier at work: tasks and threads around :mod:`tiering`.
+"""The SSD tier at work: tasks and threads around :mod:`mooncake_mesh.messenger.store.tiering`.
 
 One task moves blocks out, ahead of need; reads run two at a time. Nothing here can fail a request: every fault of the
 disk ends in a block that is not found, is counted, and is logged the first time of its kind.
@@ -6,7 +6,7 @@ disk ends in a block that is not found, is counted, and is logged the first time
 
 import asyncio
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -20,8 +20,8 @@ from mooncake_mesh.messenger.store.folder import StoreFolder
 from mooncake_mesh.messenger.store.records import Namespace, SlotRecord
 from mooncake_mesh.messenger.store.slots import SlotTable, SlotWrite
 from mooncake_mesh.messenger.store.staging import Staging
-from mooncake_mesh.messenger.store.tiering import Coming, Leaving, Tiering
-from mooncake_proto.ids import BlockId, BlockKey
+from mooncake_mesh.messenger.store.tiering import Coming, Leaving, Target, Tiering
+from mooncake_proto.ids import BlockId
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +49,6 @@ class SsdTier:
         folder: StoreFolder,
         namespace: Namespace,
         size_bytes: int,
-        tasks: asyncio.TaskGroup,
         *,
         changed: Callable[[], None],
     ) -> None:
@@ -62,21 +61,22 @@ class SsdTier:
         self._folder = folder
         self._namespace = namespace
         self._size_bytes = size_bytes
-        self._tasks = tasks
         self._changed = changed
         self._tiering = Tiering(pool, self.slots)
         self._file: BlockFile | None = None
+        self._tasks: asyncio.TaskGroup | None = None
         self._threads = ThreadPoolExecutor(_READERS + 1, thread_name_prefix="ssd")
         self._readers: asyncio.Queue[Staging] = asyncio.Queue()
         self._wake = asyncio.Event()
         self._passed = Bell()
         self._is_moving = False
         self._asked_free = 0
+        self._spare: set[BlockId] = set()
         self._staged = 0
         self._told: set[str] = set()
 
     async def run(self) -> None:
-        """Open the folder, take over what it holds, and move blocks out until cancelled."""
+        """Open the folder, take over what it holds, and move blocks out until cancelled. Reads end with it."""
         try:
             file = await self._on_thread(self._folder.open, self._namespace, self._size_bytes)
             records = await self._on_thread(file.records)
@@ -84,19 +84,19 @@ class SsdTier:
             self.faults += 1
             log.error("ssd_tier_off", path=str(self._folder.path), error=str(error))
             return
+        self.slots.found(records)
         for _ in range(_READERS):
             self._readers.put_nowait(Staging(self._namespace.block_bytes))
-        self.slots.found(records)
-        self._file = file
-        self._tasks.create_task(self._adopt(file, records))
-        staging = Staging(self._namespace.block_bytes)
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            await self._move_out(file, staging)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks, self._file = tasks, file
+                tasks.create_task(self._adopt(file, records))
+                await self._keep_moving_out(file, Staging(self._namespace.block_bytes))
+        finally:
+            self._tasks, self._file = None, None
 
     def close(self) -> None:
-        """Wait for the threads, then give up the folder. After the tasks have ended."""
+        """Wait for the threads, then give up the folder. Once :meth:`run` has ended."""
         self._threads.shutdown()
         self._folder.close()
 
@@ -107,11 +107,15 @@ class SsdTier:
         if self._tiering.excess():
             self._wake.set()
 
-    async def make_room(self, n_blocks: int) -> None:
-        """Return when the pool can give *n_blocks* without losing any, when nothing more can be moved, or in time."""
+    async def make_room(self, n_blocks: int, spare: Collection[BlockId]) -> None:
+        """Return when the pool can give *n_blocks* without losing any, or nothing more can be moved, or it takes long.
+
+        Blocks in *spare* are about to be held, and not moved for this.
+        """
         if self._file is None or self._pool.free_blocks >= n_blocks or self._tiering.has_given_up:
             return
         self._asked_free = max(self._asked_free, n_blocks)
+        self._spare.update(spare)
         self._is_moving = True
         self._wake.set()
 
@@ -124,21 +128,29 @@ class SsdTier:
         except TimeoutError:
             self._tell("slow", event="ssd_slow", waited_s=_ROOM_S)
 
-    async def _move_out(self, file: BlockFile, staging: Staging) -> None:
-        self._is_moving = True
+    async def _keep_moving_out(self, file: BlockFile, staging: Staging) -> None:
         while True:
-            n = max(self._tiering.excess(), self._asked_free - self._pool.free_blocks)
-            free_before = self._pool.free_blocks
-            leaving = self._tiering.leaving(n)
-            n_written = 0
-            for start in range(0, len(leaving), len(staging.slots)):
-                n_written += await self._move(leaving[start : start + len(staging.slots)], file, staging)
+            await self._wake.wait()
+            self._wake.clear()
+            self._is_moving = True
+            while await self._move_out(file, staging):
+                continue
+            self._asked_free = 0
+            self._spare.clear()
+            self._is_moving = False
+            self._passed.ring()
+
+    async def _move_out(self, file: BlockFile, staging: Staging) -> bool:
+        """Move out what should leave now; whether anything did."""
+        free_before = self._pool.free_blocks
+        leaving = self._tiering.leaving(max(self._tiering.excess(), self._asked_free - free_before), spare=self._spare)
+        has_freed = self._pool.free_blocks > free_before
+        if has_freed:
             self._changed()
-            if n_written == 0 and self._pool.free_blocks <= free_before:
-                break
-        self._asked_free = 0
-        self._is_moving = False
-        self._passed.ring()
+        n_written = 0
+        for start in range(0, len(leaving), len(staging.slots)):
+            n_written += await self._move(leaving[start : start + len(staging.slots)], file, staging)
+        return has_freed or n_written > 0
 
     async def _move(self, leaving: Sequence[Leaving], file: BlockFile, staging: Staging) -> int:
         """Move one batch out; how many blocks were written."""
@@ -163,24 +175,25 @@ class SsdTier:
         self.demoted_blocks += n_written
         if self._tiering.has_given_up:
             self._tell("given up", event="ssd_writes_stopped", path=str(self._folder.path))
-        self._changed()
+        if n_written:
+            self._changed()
         self._passed.ring()
         return n_written
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
-    async def promote(self, holder: str, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> int:
-        """Read the prefix *keys*, as far as it is here, into *blocks*, reserved for *holder*; how many are sealed now.
+    async def promote(self, target: Target) -> int:
+        """Read the prefix of *target*, as far as it is here, into its blocks; how many of them hold KV now.
 
         A caller that is cancelled leaves the reading to end by itself: the pool hears of the last byte.
         """
-        file = self._file
-        if file is None:
+        file, tasks = self._file, self._tasks
+        if file is None or tasks is None:
             return 0
-        coming = self._tiering.coming(blocks, keys)
+        coming = self._tiering.coming(target.blocks, target.keys)
         if not coming:
             return 0
-        return await asyncio.shield(self._tasks.create_task(self._read(holder, coming, file)))
+        return await asyncio.shield(tasks.create_task(self._read(target.holder, coming, file)))
 
     async def _read(self, holder: str, coming: Sequence[Coming], file: BlockFile) -> int:
         size = Staging.slots_for(self._namespace.block_bytes)
@@ -190,7 +203,7 @@ class SsdTier:
         for one, fault in zip(coming, faults, strict=True):
             if fault is not None:
                 self._fault("read", fault, one.record.slot)
-                self._tasks.create_task(self._erase(file, one.record.slot))
+                await self._erase(file, one.record.slot)
         n_good = self._tiering.came(holder, coming, [fault is None for fault in faults])
         self.promoted_blocks += n_good
         self._changed()

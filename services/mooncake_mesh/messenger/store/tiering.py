@@ -10,8 +10,9 @@ own blocks. Each write is announced to the pool, so a job that ends meanwhile le
 written. What was read whole is sealed, up to the first block that was not; the rest is computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from mooncake_mesh.kv.block_pool import BlockPool, PoolEvent
@@ -46,6 +47,15 @@ class Coming:
     generation: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Blocks that *holder* has reserved, and the keys of the KV that may be read into them, in chain order."""
+
+    holder: str
+    blocks: list[BlockId]
+    keys: list[BlockKey]
+
+
 class Tiering:
     """Decisions only: whoever calls copies, writes and reads between the calls. All calls from the pool's thread."""
 
@@ -70,10 +80,16 @@ class Tiering:
         used = self._pool.n_blocks - self._pool.free_blocks
         return used - self._low if used > self._high and not self.has_given_up else 0
 
-    def leaving(self, n: int) -> list[Leaving]:
-        """Blocks among the pool's next *n* victims that must be copied. Those that SSD has already are freed here."""
+    def leaving(self, n: int, *, spare: Collection[BlockId] = ()) -> list[Leaving]:
+        """Blocks among the pool's next *n* victims, not counting those in *spare*, that must be copied.
+
+        Those that SSD has already are freed here.
+        """
+        if n <= 0:
+            return []
         out = []
-        for block in self._pool.coldest(n):
+        victims = (block for block in self._pool.coldest(n + len(spare)) if block not in spare)
+        for block in islice(victims, n):
             key = self._pool.key(block)
             assert key is not None, "a victim is sealed"
             if self._slots.holds(key):
