@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from mooncake_proto.codec import message
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId
-from mooncake_proto.shapes import Natural, PackedKey, PackedKeys, PackedTokens
+from mooncake_proto.shapes import Natural, PackedKey, PackedKeys, PackedTokens, Positive
 
 
 class FinishReason(enum.Enum):
@@ -88,8 +88,8 @@ class Schedule:
 
     job_id: JobId
     model: str
-    prompt_tokens: Natural
-    max_new_tokens: Natural
+    prompt_tokens: Positive
+    max_new_tokens: Positive
     keys: PackedKeys
     avoid: tuple[InstanceId, ...] = ()
 

@@ -44,6 +44,10 @@ def _not_natural(value: int) -> str | None:
     return None if 0 <= value <= _MAX_NATURAL else f"expected 0 to 2**63-1, got {value}"
 
 
+def _not_positive(value: int) -> str | None:
+    return None if 1 <= value <= _MAX_NATURAL else f"expected 1 to 2**63-1, got {value}"
+
+
 def _not_multiple_of(size: int) -> Rule:
     return lambda value: f"{len(value)} bytes are no multiple of {size}" if len(value) % size else None
 
@@ -59,6 +63,9 @@ def _not_hex_key(value: str) -> str | None:
 
 Natural = Annotated[int, _not_natural]
 """A count, an index or a token id."""
+
+Positive = Annotated[int, _not_positive]
+"""A count of what cannot be nothing."""
 
 PackedTokens = Annotated[bytes, _not_multiple_of(TOKEN_BYTES)]
 """Token ids as little-endian int32."""

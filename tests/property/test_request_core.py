@@ -11,6 +11,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from mooncake_mesh.errors import Rejected
 from mooncake_mesh.gateway.api import TokenRequest
 from mooncake_mesh.gateway.core import (
+    KeySpace,
+    RequestCore,
+)
+from mooncake_mesh.gateway.request_events import (
     AskPlacement,
     CallerLeft,
     CancelAt,
@@ -18,11 +22,9 @@ from mooncake_mesh.gateway.core import (
     Emit,
     Fail,
     JobsAccepted,
-    KeySpace,
     NotPlaced,
     Placed,
     RequestCommand,
-    RequestCore,
     RequestEvent,
     Started,
     StartJobs,

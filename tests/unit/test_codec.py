@@ -22,6 +22,7 @@ from mooncake_proto.serving import (
     DecodeJob,
     FirstToken,
     Sampling,
+    Schedule,
     Stopping,
     TokenBatch,
     TokenEntry,
@@ -49,6 +50,7 @@ BATCH = TokenBatch(
         for i in range(4)
     ),
 )
+SCHEDULE = Schedule(job_id=JobId("j"), model="m", prompt_tokens=3, max_new_tokens=4, keys=b"")
 JOB = DecodeJob(
     job_id=JobId("j"),
     transfer_id=TransferId("t"),
@@ -145,6 +147,7 @@ def changed(body: object, path: list[str | int], value: object) -> list[bytes]:
         (EVENTS, ["events", 0, "key"], "0g" * 16, "events[0].key", "expected 32 hex digits"),
         # a rule of the class
         (JOB, ["stopping", "max_new_tokens"], 0, "stopping", "max_new_tokens must be at least 1, got 0"),
+        (SCHEDULE, ["prompt_tokens"], 0, "prompt_tokens", "expected 1 to 2**63-1, got 0"),
         # a payload field is no JSON
         (JOB, ["key_root"], "text", None, None),
     ],

@@ -8,6 +8,11 @@ from mooncake_mesh.errors import Aborted, DeadlineExceeded, InvalidTransition, R
 from mooncake_mesh.gateway.api import TokenEvent, TokenRequest
 from mooncake_mesh.gateway.core import (
     _MOVES,
+    KeySpace,
+    RequestCore,
+    RequestStage,
+)
+from mooncake_mesh.gateway.request_events import (
     AskPlacement,
     CallerLeft,
     CancelAt,
@@ -15,12 +20,9 @@ from mooncake_mesh.gateway.core import (
     Emit,
     Fail,
     JobsAccepted,
-    KeySpace,
     NotPlaced,
     Placed,
     RequestCommand,
-    RequestCore,
-    RequestStage,
     Started,
     StartJobs,
     WorkerLost,

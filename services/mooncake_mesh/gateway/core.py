@@ -19,6 +19,22 @@ from typing import Final, assert_never
 
 from mooncake_mesh.errors import Aborted, DeadlineExceeded, InvalidTransition, MooncakeError, Rejected
 from mooncake_mesh.gateway.api import TokenEvent, TokenRequest
+from mooncake_mesh.gateway.request_events import (
+    AskPlacement,
+    CallerLeft,
+    CancelAt,
+    DeadlinePassed,
+    Emit,
+    Fail,
+    JobsAccepted,
+    NotPlaced,
+    Placed,
+    RequestCommand,
+    RequestEvent,
+    Started,
+    StartJobs,
+    WorkerLost,
+)
 from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
 from mooncake_proto.ids import BlockKey, InstanceId, JobId, TransferId
 from mooncake_proto.serving import (
@@ -71,103 +87,6 @@ class KeySpace:
 
     root: BlockKey
     block_tokens: int
-
-
-# --- events -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """The request enters."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    placement: Placement
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotPlaced:
-    """The conductor said no, or could not be asked."""
-
-    job_id: JobId
-    error: MooncakeError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobsAccepted:
-    job_id: JobId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLost:
-    instance_id: InstanceId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallerLeft:
-    """Nobody reads any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeadlinePassed:
-    pass
-
-
-RequestEvent = (
-    Started
-    | Placed
-    | NotPlaced
-    | JobsAccepted
-    | FirstToken
-    | TokenEntry
-    | JobFailed
-    | WorkerLost
-    | CallerLeft
-    | DeadlinePassed
-)
-
-
-# --- commands ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskPlacement:
-    schedule: Schedule
-    after_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartJobs:
-    """``decode`` is None when one token is all that is wanted."""
-
-    placement: Placement
-    prefill: PrefillJob
-    decode: DecodeJob | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelAt:
-    """Free everything of the job there."""
-
-    job_id: JobId
-    workers: tuple[WorkerRef, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emit:
-    event: TokenEvent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
-    """The one terminal message of a request that does not finish."""
-
-    error: MooncakeError
-
-
-RequestCommand = AskPlacement | StartJobs | CancelAt | Emit | Fail
 
 
 class RequestCore:
@@ -295,8 +214,8 @@ class RequestCore:
         return [StartJobs(placement=placement, prefill=prefill, decode=decode)]
 
     def _not_placed(self, error: MooncakeError) -> list[RequestCommand]:
-        """A request that has never run is refused; one that has waits for its turn until its deadline."""
-        if self._attempt == 0:
+        """A request that has never run is refused; one that has waits for its turn, if it can ever come."""
+        if self._attempt == 0 or (isinstance(error, Rejected) and error.reason.endswith("_too_small")):
             return self._fail(error)
         pause_s = self._pause_s()
         if isinstance(error, Rejected):

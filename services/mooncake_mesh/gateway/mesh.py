@@ -16,6 +16,10 @@ import structlog
 from mooncake_mesh.errors import CallTimeout, MooncakeError, PeerUnreachable, Rejected
 from mooncake_mesh.gateway.api import Readiness, TokenEvent, TokenRequest
 from mooncake_mesh.gateway.core import (
+    KeySpace,
+    RequestCore,
+)
+from mooncake_mesh.gateway.request_events import (
     AskPlacement,
     CallerLeft,
     CancelAt,
@@ -23,11 +27,9 @@ from mooncake_mesh.gateway.core import (
     Emit,
     Fail,
     JobsAccepted,
-    KeySpace,
     NotPlaced,
     Placed,
     RequestCommand,
-    RequestCore,
     RequestEvent,
     Started,
     StartJobs,

@@ -1,0 +1,117 @@
+"""What may happen to a request at the gateway, and what its core may command: the vocabulary of gateway/core.py.
+
+Events are past tense, commands imperative. Messages from workers (FirstToken, TokenEntry, JobFailed) are events as they
+are.
+"""
+
+from dataclasses import dataclass
+
+from mooncake_mesh.errors import MooncakeError
+from mooncake_mesh.gateway.api import TokenEvent
+from mooncake_proto.ids import InstanceId, JobId
+from mooncake_proto.serving import (
+    DecodeJob,
+    FirstToken,
+    JobFailed,
+    Placement,
+    PrefillJob,
+    Schedule,
+    TokenEntry,
+    WorkerRef,
+)
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The request enters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotPlaced:
+    """The conductor said no, or could not be asked."""
+
+    job_id: JobId
+    error: MooncakeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsAccepted:
+    job_id: JobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost:
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallerLeft:
+    """Nobody reads any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlinePassed:
+    pass
+
+
+RequestEvent = (
+    Started
+    | Placed
+    | NotPlaced
+    | JobsAccepted
+    | FirstToken
+    | TokenEntry
+    | JobFailed
+    | WorkerLost
+    | CallerLeft
+    | DeadlinePassed
+)
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskPlacement:
+    schedule: Schedule
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartJobs:
+    """``decode`` is None when one token is all that is wanted."""
+
+    placement: Placement
+    prefill: PrefillJob
+    decode: DecodeJob | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelAt:
+    """Free everything of the job there."""
+
+    job_id: JobId
+    workers: tuple[WorkerRef, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    event: TokenEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The one terminal message of a request that does not finish."""
+
+    error: MooncakeError
+
+
+RequestCommand = AskPlacement | StartJobs | CancelAt | Emit | Fail
