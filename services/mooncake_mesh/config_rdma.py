@@ -63,6 +63,6 @@ ALIASES: Final = {
     "MC_RETRY_CNT": "attempts",
     "MC_IB_TC": "traffic_class",
     "MC_MAX_WR": "window",
-    "MC_MAX_EP_NUM": "max_queue_pairs",
+    "MC_MAX_EP_PER_CTX": "max_queue_pairs",
 }
 """Variables of Mooncake's transfer engine that users have set already → field of :class:`RdmaConfig`."""

@@ -21,7 +21,6 @@ from pyverbs.mr import MR
 from pyverbs.pd import PD
 from pyverbs.pyverbs_error import PyverbsError
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
-from pyverbs.utils import wc_status_to_str
 from pyverbs.wr import SGE, RecvWR, SendWR
 
 try:  # as rdma-core named it from version 57 on
@@ -49,6 +48,17 @@ _REFUSED: Final = frozenset(
         ibv.IBV_WC_REM_ACCESS_ERR,
     }
 )
+_ERRORS: Final = {
+    ibv.IBV_WC_LOC_LEN_ERR: "local length error",
+    ibv.IBV_WC_LOC_QP_OP_ERR: "local queue pair error",
+    ibv.IBV_WC_LOC_PROT_ERR: "local protection error",
+    ibv.IBV_WC_WR_FLUSH_ERR: "flushed: the queue pair is in error",
+    ibv.IBV_WC_REM_INV_REQ_ERR: "remote end: invalid request",
+    ibv.IBV_WC_REM_ACCESS_ERR: "remote end: no access to that memory",
+    ibv.IBV_WC_REM_OP_ERR: "remote end: operation failed",
+    ibv.IBV_WC_RETRY_EXC_ERR: "no answer from the remote end",
+    ibv.IBV_WC_RNR_RETRY_EXC_ERR: "remote end takes no more notices",
+}
 _POLL_BATCH: Final = 64
 _MOST_READS: Final = 16
 _MIN_RNR_TIMER: Final = 12  # 0.64 ms
@@ -97,7 +107,12 @@ class Adapter:
             self._max_reads = min(_MOST_READS, device.max_qp_rd_atom, device.max_qp_init_rd_atom)
             self._pd = PD(self._context)
             self._channel, self.fd = _with_descriptor(lambda: CompChannel(self._context))
-            self._cq = CQ(self._context, min(max_outstanding, device.max_cqe), None, self._channel, 0)
+            if max_outstanding > device.max_cqe:
+                raise TransferError(
+                    f"{nic.name}: takes {device.max_cqe} requests at a time, the settings allow {max_outstanding}: "
+                    "lower window or max_queue_pairs"
+                )
+            self._cq = CQ(self._context, max_outstanding, None, self._channel, 0)
             self._cq.req_notify()
             self._scratch = MR(self._pd, _SCRATCH_BYTES, ibv.IBV_ACCESS_LOCAL_WRITE)
         os.set_blocking(self.fd, False)
@@ -284,7 +299,7 @@ def _completion(entry: Any) -> Completion:
     return Completion(
         number=entry.wr_id,
         qp_num=entry.qp_num,
-        error="" if status == ibv.IBV_WC_SUCCESS else wc_status_to_str(status),
+        error="" if status == ibv.IBV_WC_SUCCESS else _ERRORS.get(status, f"completion status {status}"),
         is_refusal=status in _REFUSED,
         immediate=socket.ntohl(entry.imm_data) if is_notice else None,
     )

@@ -1,0 +1,55 @@
+"""A whole mesh of processes whose KV moves by RDMA, on real verbs: see test_rdma.py for how to run it."""
+
+from pathlib import Path
+
+import pytest
+
+from mooncake_mesh.cli.status import as_json
+from tests.hardware import rdma_reason
+from tests.mesh import clients
+from tests.mesh.harness import Mesh
+
+rdma_reason.skip_module()
+pytestmark = [pytest.mark.hardware, pytest.mark.timeout(600)]
+
+READY_S = 240.0
+PROMPT = "Once upon a time there was a KVCache that wanted to see the other node. " * 8
+FIELDS = {
+    "model": "fake",
+    "messages": [{"role": "user", "content": PROMPT}],
+    "max_tokens": 32,
+    "temperature": 0,
+}
+
+
+def answer_over(transport: str) -> tuple[dict[str, object], dict[str, object]]:
+    """Choice and usage of one chat completion, in a mesh of its own."""
+    flags = {"messenger": [f"--transport={transport}"], "conductor": ["--suspect-after-s=20", "--dead-after-s=60"]}
+    with Mesh(flags=flags, arena_bytes="16MiB", ready_s=READY_S) as mesh:
+        answer = clients.post(mesh.http, "/v1/chat/completions", FIELDS)
+        assert answer.status == 200, answer.body
+        sent = mesh.wait_log("prefill0", "prefill_sent")
+        assert sent["transport"] == transport
+        assert sent["sent_bytes"] > 0
+        mesh.wait(
+            lambda: mesh if f'"transports": "{transport}"' in as_json(mesh.status(timeout_s=30.0)) else None,
+            timeout_s=60.0,
+            what="the conductor to know the transport",
+        )
+        body = answer.json()
+        return body["choices"][0], body["usage"]
+
+
+def packets() -> int:
+    """Packets that Soft-RoCE devices have sent; 0 where there are others only."""
+    counters = Path("/sys/class/infiniband").glob("*/ports/*/hw_counters/sent_pkts")
+    return sum(int(counter.read_text()) for counter in counters)
+
+
+def test_a_chat_completion_over_rdma_equals_that_over_shared_memory() -> None:
+    before = packets()
+    over_rdma = answer_over("rdma")
+    moved = packets() - before
+    assert moved > 0 or before == 0
+    assert over_rdma == answer_over("shm")
+    assert packets() - before == moved
