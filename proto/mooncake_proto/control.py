@@ -57,7 +57,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What an instance reports with each beat; fields that do not apply to a role stay 0."""
+    """What an instance reports with each beat; fields that do not apply to a role stay 0.
+
+    ``ssd_blocks`` of ``ssd_slots`` are held on SSD; ``ssd_faults`` counts what the disk lost or refused.
+    """
 
     queued_jobs: Natural = 0
     queued_tokens: Natural = 0
@@ -69,6 +72,9 @@ class Load:
     blocks_free: Natural = 0
     blocks_cached: Natural = 0
     blocks_evictable: Natural = 0
+    ssd_blocks: Natural = 0
+    ssd_slots: Natural = 0
+    ssd_faults: Natural = 0
     transferred_bytes: Natural = 0
     transports: str = ""
     draining: bool = False

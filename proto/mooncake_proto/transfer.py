@@ -26,11 +26,15 @@ from mooncake_proto.shapes import Natural, PackedKeys
 @message("transfer.attach")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attach:
-    """Worker or peer messenger → messenger. Answered by ArenaInfo; refused when block sizes differ."""
+    """Worker or peer messenger → messenger. Answered by ArenaInfo; refused when block sizes differ.
+
+    ``layout`` says what the bytes of a block mean (model, dtype, tokens): blocks kept on SSD are of one layout only.
+    """
 
     instance_id: InstanceId
     incarnation: Incarnation
     block_bytes: Natural
+    layout: str = ""
 
 
 @message("transfer.arena_info")

@@ -172,6 +172,8 @@ class MessengerConfig:
     )
     arena_bytes: Annotated[int, "memory for KVCache blocks"] = 1 * GiB
     eviction: Annotated[EvictionKind, "which unused block goes first when room is needed"] = EvictionKind.LRU
+    ssd_dir: Annotated[Path | None, "folder that keeps blocks for which the arena has no room; none: they go"] = None
+    ssd_bytes: Annotated[int, "space for blocks in ssd_dir, taken at once"] = 8 * GiB
     transport: Annotated[TransportKind, "shm, tcp, rdma, or auto: shm on one host, else tcp"] = TransportKind.AUTO
     data_host: Annotated[str, "address of the TCP transport"] = "127.0.0.1"
     data_port: Annotated[int, "port of the TCP transport; 0 takes a free one"] = 0
@@ -190,7 +192,7 @@ class MessengerConfig:
         listening(self, host="data_host", port="data_port")
         bound(self, "bind")
         connected(self, "conductor")
-        at_least(self, 1 * MiB, "arena_bytes")
+        at_least(self, 1 * MiB, "arena_bytes", "ssd_bytes")
         at_least(self, 1, "tcp_connections")
         if self.advertise_data is not None:
             host_and_port("advertise_data", self.advertise_data)
@@ -282,6 +284,8 @@ class UpConfig:
     prefill: Annotated[int, "prefill instances"] = 1
     decode: Annotated[int, "decode instances"] = 1
     arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
+    ssd_dir: Annotated[Path | None, "folder with one folder of each node for blocks that leave the arena"] = None
+    ssd_bytes: Annotated[int, "space for blocks in ssd_dir, for each of the two nodes"] = 8 * GiB
     transport: Annotated[TransportKind, "how KV moves between the nodes: auto, shm, tcp or rdma"] = TransportKind.AUTO
     run_dir: Annotated[Path | None, "folder for sockets; a fresh one otherwise, removed at the end"] = None
     log_dir: Annotated[Path | None, "folder for one log file of each process; all go to stderr otherwise"] = None
@@ -294,7 +298,7 @@ class UpConfig:
         words(self, "model")
         listening(self, host="host", port="port")
         at_least(self, 1, "threads", "block_tokens", "prefill", "decode")
-        at_least(self, 1 * MiB, "arena_bytes")
+        at_least(self, 1 * MiB, "arena_bytes", "ssd_bytes")
         whole_blocks(self.chunk_tokens, self.block_tokens)
 
 

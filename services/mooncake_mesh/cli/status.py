@@ -64,7 +64,7 @@ def show(report: StatusReport, console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("role", "instance", "node", "health"):
         table.add_column(name, no_wrap=True)
-    for name in ("queue", "running", "blocks free", "cached", "total"):
+    for name in ("queue", "running", "blocks free", "cached", "total", "on ssd"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("transports", no_wrap=True)
     for state in sorted(report.cluster.members, key=_sort_key):
@@ -102,11 +102,14 @@ def _work(role: Role, load: Load) -> tuple[str, str]:
     return (str(load.queued_jobs), str(load.running_jobs))
 
 
-def _pool(load: Load) -> tuple[str, str, str]:
-    """Only who reports a pool has one."""
+def _pool(load: Load) -> tuple[str, ...]:
+    """Only who reports a pool has one, and an SSD tier only who was given a folder for it."""
+    ssd = f"{load.ssd_blocks}/{load.ssd_slots}" if load.ssd_slots else "-"
+    if load.ssd_faults:
+        ssd += f" ({load.ssd_faults} faults)"
     if not load.blocks_total:
-        return ("-", "-", "-")
-    return (str(load.blocks_free), str(load.blocks_cached), str(load.blocks_total))
+        return ("-", "-", "-", ssd)
+    return (str(load.blocks_free), str(load.blocks_cached), str(load.blocks_total), ssd)
 
 
 def _plain(value: object) -> str:

@@ -67,6 +67,7 @@ def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
                 run_dir=run_dir,
                 arena_bytes=config.arena_bytes,
                 transport=config.transport,
+                **_ssd(config, node["node_id"]),
                 **node,
                 **logs,
             )
@@ -77,6 +78,12 @@ def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
         names = [f"{role}{index}" for index in range(count)]
         children += [_child(role, name, StopStage.WORKERS, bind=_ipc(run_dir, name), **worker) for name in names]
     return MeshPlan(children=tuple(children), sdk_endpoint=sdk, conductor_endpoint=conductor)
+
+
+def _ssd(config: UpConfig, node_id: str) -> dict[str, Any]:
+    if config.ssd_dir is None:
+        return {}
+    return {"ssd_dir": config.ssd_dir / node_id, "ssd_bytes": config.ssd_bytes}
 
 
 def _engine(config: UpConfig) -> dict[str, Any]:

@@ -30,12 +30,15 @@ class NodeArena:
         me: Holder,
         block_bytes: int,
         *,
+        layout: str = "",
         bind: Callable[[memoryview], Awaitable[None]],
         unbind: Callable[[], Awaitable[None]],
         on_lost: Callable[[], None],
     ) -> None:
         self._messenger = messenger
-        self._attach = Attach(instance_id=me.instance_id, incarnation=me.incarnation, block_bytes=block_bytes)
+        self._attach = Attach(
+            instance_id=me.instance_id, incarnation=me.incarnation, block_bytes=block_bytes, layout=layout
+        )
         self._me = me
         self._bind = bind
         self._unbind = unbind

@@ -36,6 +36,9 @@ from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.publisher import KvPublisher
 from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
+from mooncake_mesh.messenger.store.folder import StoreFolder
+from mooncake_mesh.messenger.store.records import Namespace
+from mooncake_mesh.messenger.store.tier import SsdTier
 from mooncake_mesh.messenger.transports.shm import SourceArenas
 from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
 from mooncake_proto.control import Load, Member, Ok, Ping, Pong, Role
@@ -95,6 +98,9 @@ class MessengerService:
         self._sender: Sender | None = None
         self._listener: TcpListener | None = None
         self._rdma: RdmaArena | None = None
+        self._folder = _lock(config.ssd_dir)
+        self._ssd: SsdTier | None = None
+        self._background: list[asyncio.Task[None]] = []
         self._arena_server = ArenaServer(
             Path(config.run_dir) / f"{config.instance_id}.arena",
             self._arena,
@@ -131,7 +137,7 @@ class MessengerService:
             endpoint=self._server.endpoint,
         )
         membership = self._membership = Membership(self._conductor, member, self._load, on_registered=self._registered)
-        background = [
+        self._background += [
             self._tasks.create_task(membership.run()),
             self._tasks.create_task(self._publisher.run()),
             self._tasks.create_task(self._arena_server.run()),
@@ -141,9 +147,9 @@ class MessengerService:
         lifecycle.ready(endpoint=self._server.endpoint, arena_bytes=self._config.arena_bytes)
         await lifecycle.stopping.wait()
         await membership.leave()
-        for task in background:
+        for task in self._background:
             task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
         await self._close()
 
     async def _close(self) -> None:
@@ -158,6 +164,10 @@ class MessengerService:
         self._peers.close()
         self._conductor.close()
         self._threads.shutdown()
+        if self._ssd is not None:
+            self._ssd.close()
+        elif self._folder is not None:
+            self._folder.close()
         self._sources.close()
 
     # --- membership ---------------------------------------------------------------------------------------------------
@@ -168,13 +178,16 @@ class MessengerService:
     def _load(self) -> Load:
         if self._core is None or self._sender is None or self._receiver is None:
             return Load()
-        pool = self._core.pool
+        pool, ssd = self._core.pool, self._ssd
         return Load(
             running_jobs=self._core.n_jobs,
             blocks_total=pool.n_blocks,
             blocks_free=pool.free_blocks,
             blocks_cached=pool.sealed_blocks,
             blocks_evictable=pool.evictable_blocks,
+            ssd_blocks=0 if ssd is None else ssd.slots.held_blocks,
+            ssd_slots=0 if ssd is None else ssd.slots.n_slots,
+            ssd_faults=0 if ssd is None else ssd.faults,
             transferred_bytes=self._sender.sent_bytes,
             transports=",".join(sorted(self._sender.transports)),
         )
@@ -193,7 +206,7 @@ class MessengerService:
                 param="block_bytes",
             )
         if self._core is None:
-            self._cut_arena(request.block_bytes)
+            self._cut_arena(Namespace(block_bytes=request.block_bytes, layout=request.layout))
             if self._membership is not None:
                 self._membership.news()
         self._gone.pop(request.incarnation, None)
@@ -206,8 +219,10 @@ class MessengerService:
             )
         return self._info(core)
 
-    def _cut_arena(self, block_bytes: int) -> None:
-        config = self._config
+    def _cut_arena(self, namespace: Namespace) -> None:
+        config, block_bytes = self._config, namespace.block_bytes
+        if self._folder is not None:
+            self._folder.check(namespace)
         n_blocks = config.arena_bytes // block_bytes
         core = MessengerCore(n_blocks=n_blocks, block_bytes=block_bytes, eviction=config.eviction)
         info = self._info(core)
@@ -238,7 +253,15 @@ class MessengerService:
         )
         self._core, self._receiver = core, receiver
         self._publisher.attach(core)
+        if self._folder is not None:
+            self._add_ssd(self._folder, namespace, core)
         log.info("arena_cut", block_bytes=block_bytes, n_blocks=core.pool.n_blocks, data_port=self._listener.port)
+
+    def _add_ssd(self, folder: StoreFolder, namespace: Namespace, core: MessengerCore) -> None:
+        size_bytes = self._config.ssd_bytes
+        ssd = SsdTier(core.pool, self._arena.view, folder, namespace, size_bytes, changed=self._pool_changed)
+        self._ssd, core.slots = ssd, ssd.slots
+        self._background.append(self._tasks.create_task(ssd.run()))
 
     def _open_rdma(self) -> "RdmaArena":
         """The arena registered with this machine's NICs. Raises TransferError: what was asked for is not replaced."""
@@ -277,12 +300,22 @@ class MessengerService:
             result = core.acquire(request, monotonic())
             return None if isinstance(result, NoRoom) else result
 
+        if self._ssd is not None:
+            cached = core.cached_prefix(request)
+            await self._ssd.make_room(request.n_blocks - len(cached), spare=cached)
         acquired = await self._room.until(attempt)
-        self._publisher.poke()
+        self._publish()
         if request.landing is None:
-            return acquired
+            return await self._promoted(core, request, acquired)
         receiver.changed.ring()
         return replace(acquired, landed=await receiver.landed(request.landing))
+
+    async def _promoted(self, core: MessengerCore, request: Acquire, acquired: Acquired) -> Acquired:
+        """What was acquired, with the blocks that SSD has read into it. Landings get theirs from prefill anyway."""
+        if self._ssd is None:
+            return acquired
+        n_blocks = await self._ssd.promote(core.promotion(request, acquired))
+        return replace(acquired, cached_blocks=acquired.cached_blocks + n_blocks)
 
     async def _fetch_prefix(self, core: MessengerCore, receiver: Receiver, request: Acquire) -> None:
         """Copy missing prefix blocks from another node. Whatever goes wrong, the job computes them instead."""
@@ -317,12 +350,12 @@ class MessengerService:
     def _grow(self, request: Grow, _: Caller) -> Grown:
         core = self._ready_core()
         got = {job_id: core.grow(JobId(job_id), wanted) for job_id, wanted in request.wanted.items()}
-        self._publisher.poke()
+        self._publish()
         return Grown(blocks={job_id: tuple(blocks) for job_id, blocks in got.items() if blocks})
 
     def _seal(self, request: Seal, _: Caller) -> None:
         self._ready_core().seal(request.job_id, request.first_block, list(split_keys(request.keys)))
-        self._publisher.poke()
+        self._publish()
 
     def _release(self, request: Release, _: Caller) -> Ok:
         self._end_job(request.job_id, "the job was released")
@@ -351,8 +384,14 @@ class MessengerService:
 
     def _pool_changed(self) -> None:
         """Blocks may have become free or findable: by a release, or by the last write into one that was released."""
-        self._publisher.poke()
+        self._publish()
         self._room.ring()
+
+    def _publish(self) -> None:
+        """The pool has changed: others want to know what it holds, and it may have become too full."""
+        self._publisher.poke()
+        if self._ssd is not None:
+            self._ssd.pool_changed()
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
@@ -388,7 +427,14 @@ class MessengerService:
 
     async def _push_blocks(self, request: PushBlocks, _: Caller) -> Pushing:
         core, sender = self._ready_core(), self._ready_sender()
-        outbound = core.start_push(request, self._holder.instance_id, self._incarnation)
+        promotion = JobId(f"promote-{uuid4().hex}")
+        try:
+            if self._ssd is not None:
+                target = core.open_promotion(promotion, request, self._holder.instance_id, self._incarnation)
+                await self._ssd.promote(target)
+            outbound = core.start_push(request, self._holder.instance_id, self._incarnation)
+        finally:
+            self._end_job(promotion, "the prefix is in the arena")
         n_blocks = outbound.n_blocks
         if n_blocks == 0:
             self._end_job(outbound.job_id, "nothing to push")
@@ -423,6 +469,17 @@ class MessengerService:
         if self._sender is None:
             raise PeerUnreachable("no worker has attached to this messenger yet")
         return self._sender
+
+
+def _lock(ssd_dir: Path | None) -> StoreFolder | None:
+    """The SSD tier's folder. Raises ConfigError where another messenger has it; without a disk the node serves on."""
+    if ssd_dir is None:
+        return None
+    try:
+        return StoreFolder.lock(ssd_dir)
+    except OSError as error:
+        log.error("ssd_tier_off", path=str(ssd_dir), error=str(error))
+        return None
 
 
 def _host_id() -> str:

@@ -134,10 +134,12 @@ class Station:
         async def unbind() -> None:
             await self.on_engine_thread(engine.unbind)
 
+        spec = engine.spec
         return NodeArena(
             self.messenger,
             self.me,
-            engine.spec.layout.block_bytes,
+            spec.layout.block_bytes,
+            layout=f"{spec.fingerprint} {spec.layout.dtype.value} {spec.layout.block_tokens}",
             bind=bind,
             unbind=unbind,
             on_lost=lambda: self._on_stop(PeerUnreachable("the node's messenger is gone")),

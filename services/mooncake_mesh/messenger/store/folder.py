@@ -56,11 +56,16 @@ class StoreFolder:
         return cls(path, fd)
 
     def check(self, namespace: Namespace) -> None:
-        """Raise InvalidRequest if the folder holds blocks of another namespace, or files that are not ours."""
+        """Raise InvalidRequest if the folder holds blocks of another namespace, or files that are not ours.
+
+        A table that cannot be read is :meth:`open`'s affair.
+        """
         try:
             found = unpack_superblock(self._first_page())
         except BadSuperblock as error:
             log.warning("ssd_table_damaged", path=str(self.path), error=str(error))
+            return
+        except OSError:
             return
         except ForeignFile as error:
             raise InvalidRequest(f"{self._table_path}: {error}; give another folder", param="ssd_dir") from error
