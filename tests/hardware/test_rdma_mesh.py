@@ -40,16 +40,16 @@ def answer_over(transport: str) -> tuple[dict[str, object], dict[str, object]]:
         return body["choices"][0], body["usage"]
 
 
-def packets() -> int:
-    """Packets that Soft-RoCE devices have sent; 0 where there are others only."""
-    counters = Path("/sys/class/infiniband").glob("*/ports/*/hw_counters/sent_pkts")
-    return sum(int(counter.read_text()) for counter in counters)
+def packets() -> int | None:
+    """Packets that Soft-RoCE devices have sent; None where there are others only."""
+    counters = list(Path("/sys/class/infiniband").glob("*/ports/*/hw_counters/sent_pkts"))
+    return sum(int(counter.read_text()) for counter in counters) if counters else None
 
 
 def test_a_chat_completion_over_rdma_equals_that_over_shared_memory() -> None:
     before = packets()
     over_rdma = answer_over("rdma")
-    moved = packets() - before
-    assert moved > 0 or before == 0
+    after = packets()
+    assert before is None or after is None or after > before
     assert over_rdma == answer_over("shm")
-    assert packets() - before == moved
+    assert packets() == after

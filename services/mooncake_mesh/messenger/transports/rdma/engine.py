@@ -8,7 +8,7 @@ tried again, over a new one.
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path as FilePath
 from time import monotonic
 from typing import Final
@@ -192,6 +192,7 @@ class RdmaEngine:
                     continue
                 endpoint.add(transfer, slices)
                 self._pump(endpoint)
+                self._finish(self._adapters[path.local_nic].poll())  # a small one may be done already
             if batch.is_over:
                 return
             await transfer.wake.wait()
@@ -274,8 +275,12 @@ class RdmaEngine:
     # --- completions --------------------------------------------------------------------------------------------------
 
     def _on_completions(self, adapter: Adapter) -> None:
+        self._finish(adapter.completions())
+
+    def _finish(self, completions: Iterable[Completion]) -> None:
+        """What has completed, and then what there is room for now."""
         touched: dict[Endpoint, None] = {}
-        for completion in adapter.completions():
+        for completion in completions:
             if completion.immediate is not None:
                 self._noticed(completion)
                 continue

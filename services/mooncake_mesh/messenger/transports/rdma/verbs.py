@@ -137,6 +137,10 @@ class Adapter:
         self._channel.get_cq_event(self._cq)
         self._cq.ack_events(1)
         self._cq.req_notify()  # before polling: what completes from here on makes the descriptor readable
+        return self.poll()
+
+    def poll(self) -> Iterator[Completion]:
+        """All that is there by now, at any time; costs no system call."""
         while True:
             count, entries = self._cq.poll(_POLL_BATCH)
             yield from (_completion(entry) for entry in entries)
