@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_mesh.messenger.transports.rdma.batch import Batch, Blame, Piece, cut
+from mooncake_mesh.messenger.transports.rdma.batch import Batch, Blame, Piece, cut, joined
 from mooncake_mesh.messenger.transports.rdma.paths import Path, PathHealth, Tiers, tiers
 from mooncake_mesh.messenger.transports.rdma.topology import Affinity
 
@@ -46,6 +46,16 @@ def test_slices_cover_every_byte_once_and_in_order(sizes: list[int], slice_bytes
             assert 0 < piece.size_bytes <= slice_bytes + slice_bytes // 4
             at += piece.size_bytes
         assert at == (i << 20) + size
+
+
+def test_neighbours_at_both_ends_become_one_piece() -> None:
+    def piece(local: int, remote: int, size: int) -> Piece:
+        return Piece(local_offset=local, remote_offset=remote, size_bytes=size)
+
+    assert joined([piece(10, 110, 5), piece(0, 100, 10), piece(15, 115, 1)]) == [piece(0, 100, 16)]
+    assert joined([piece(0, 100, 10), piece(10, 111, 5)]) == [piece(0, 100, 10), piece(10, 111, 5)]
+    assert joined([piece(0, 100, 10), piece(11, 110, 5)]) == [piece(0, 100, 10), piece(11, 110, 5)]
+    assert joined([]) == []
 
 
 # --- spreading --------------------------------------------------------------------------------------------------------

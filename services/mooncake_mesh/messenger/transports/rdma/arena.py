@@ -13,7 +13,7 @@ from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.errors import ChecksumMismatch, SliceLost
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.transports.api import checksum
-from mooncake_mesh.messenger.transports.rdma.batch import Piece
+from mooncake_mesh.messenger.transports.rdma.batch import Piece, joined
 from mooncake_mesh.messenger.transports.rdma.engine import RdmaEngine
 from mooncake_mesh.messenger.transports.shm import Copy
 from mooncake_proto.ids import Incarnation
@@ -55,7 +55,15 @@ class RdmaArena:
                 raise SliceLost(
                     f"source offset {copy.source_offset} lies outside the arena of {source.size_bytes} bytes"
                 )
-        await self.engine.read(self._local, source, _pieces(copies))
+        pieces = [
+            Piece(
+                local_offset=copy.destination.offset,
+                remote_offset=copy.source_offset,
+                size_bytes=copy.destination.size_bytes,
+            )
+            for copy in copies
+        ]
+        await self.engine.read(self._local, source, joined(pieces))
         await asyncio.get_running_loop().run_in_executor(self._threads, _verify, copies, self._view)
 
     def close(self) -> None:
@@ -63,34 +71,6 @@ class RdmaArena:
 
     async def _connect(self, owner: RdmaMemory, request: ConnectQp) -> QpConnected:
         return await self._peers.get(owner.endpoint).call(request, QpConnected, timeout_s=_CONNECT_TIMEOUT_S)
-
-
-def _pieces(copies: Sequence[Copy]) -> list[Piece]:
-    """*copies* as pieces; what lies side by side at both ends becomes one."""
-    pieces: list[Piece] = []
-    for copy in sorted(copies, key=lambda copy: copy.destination.offset):
-        piece = Piece(
-            local_offset=copy.destination.offset,
-            remote_offset=copy.source_offset,
-            size_bytes=copy.destination.size_bytes,
-        )
-        last = pieces[-1] if pieces else None
-        if last is not None and _joins(last, piece):
-            pieces[-1] = Piece(
-                local_offset=last.local_offset,
-                remote_offset=last.remote_offset,
-                size_bytes=last.size_bytes + piece.size_bytes,
-            )
-        else:
-            pieces.append(piece)
-    return pieces
-
-
-def _joins(first: Piece, second: Piece) -> bool:
-    return (
-        first.local_offset + first.size_bytes == second.local_offset
-        and first.remote_offset + first.size_bytes == second.remote_offset
-    )
 
 
 def _verify(copies: Sequence[Copy], view: memoryview) -> None:

@@ -8,7 +8,7 @@ flight is waited for, because a NIC may still touch its memory.
 import enum
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from mooncake_mesh.messenger.transports.rdma.paths import Path, PathHealth, Tiers
@@ -66,6 +66,22 @@ def cut(pieces: Sequence[Piece], slice_bytes: int) -> list[Slice]:
             )
             at += size
     return slices
+
+
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """*pieces* by local offset, with those that lie side by side at both ends made one."""
+    done: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: piece.local_offset):
+        last = done[-1] if done else None
+        if (
+            last is not None
+            and last.local_offset + last.size_bytes == piece.local_offset
+            and last.remote_offset + last.size_bytes == piece.remote_offset
+        ):
+            done[-1] = replace(last, size_bytes=last.size_bytes + piece.size_bytes)
+        else:
+            done.append(piece)
+    return done
 
 
 class Batch:
