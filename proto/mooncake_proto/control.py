@@ -60,6 +60,11 @@ class Load:
     """What an instance reports with each beat; fields that do not apply to a role stay 0.
 
     ``ssd_blocks`` of ``ssd_slots`` are held on SSD; ``ssd_faults`` counts what the disk lost or refused.
+
+    Prefill: ``queued_prompts`` are the (uncached, cached) tokens of every job not computed yet, oldest first, and
+    ``recent_prefills`` the (uncached, cached, seconds) of the last few of ``prefills`` computed ones, newest last.
+    Decode: queued are the jobs whose KV is still to come, with their tokens; ``sequences`` are the (tokens, decoded
+    tokens) of every running one; ``decoded_tokens`` is what a finished one had decoded here, on average of late.
     """
 
     queued_jobs: Natural = 0
@@ -78,6 +83,11 @@ class Load:
     transferred_bytes: Natural = 0
     transports: str = ""
     draining: bool = False
+    queued_prompts: tuple[tuple[Natural, Natural], ...] = ()
+    prefills: Natural = 0
+    recent_prefills: tuple[tuple[Natural, Natural, float], ...] = ()
+    sequences: tuple[tuple[Natural, Natural], ...] = ()
+    decoded_tokens: float = 0.0
 
 
 @message("control.register")
@@ -151,6 +161,20 @@ class StatusQuery:
     """Anybody → conductor. Answered by StatusReport."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateQuality:
+    """How well the conductor's cost model predicts an instance, from ``samples`` observed times.
+
+    ``factor`` is observed over modelled time, which corrects the model from then on; ``error`` is the mean relative
+    error of the corrected predictions of late.
+    """
+
+    instance_id: InstanceId
+    factor: float
+    error: float
+    samples: Natural
+
+
 @message("control.status_report")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusReport:
@@ -163,6 +187,7 @@ class StatusReport:
     placed_total: Natural
     rejected_total: Natural
     uptime_s: float
+    estimates: tuple[EstimateQuality, ...] = ()
 
 
 @message("control.ping")

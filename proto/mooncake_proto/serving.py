@@ -129,7 +129,8 @@ class PrefillJob:
     """Compute the KV of ``tokens``, stream it to the decode node, draw one token.
 
     ``drawn_tokens`` says how many of the last ``tokens`` were drawn by the model before a re-placement: the sampler's
-    counter goes on from there. Without ``decode`` one token is all that is wanted.
+    counter goes on from there. Without ``decode`` one token is all that is wanted. The two counts of prefix blocks say
+    what the conductor expects to be in the node's arena, and to be copied from ``fetch_from``.
     """
 
     job_id: JobId
@@ -145,6 +146,7 @@ class PrefillJob:
     deadline_s: float
     fetch_from: str = ""
     fetch_prefix_blocks: Natural = 0
+    local_prefix_blocks: Natural = 0
 
 
 @message("serving.decode_job")

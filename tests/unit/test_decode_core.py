@@ -104,11 +104,26 @@ def test_one_job_too_many_is_refused_and_one_twice_is_a_bug() -> None:
     assert c.n_jobs == 2
 
 
-def test_load_counts_waiting_jobs_and_all_tokens() -> None:
+def test_load_tells_waiting_jobs_from_running_ones() -> None:
     c = core()
     submitted(c, "a", 5)
     ready(c, "b", 3)
-    assert (c.n_jobs, c.n_waiting, c.context_tokens) == (2, 1, 5 + 4)
+    assert (c.n_jobs, c.n_waiting, c.waiting_tokens, c.running_tokens) == (2, 1, 5, 4)
+    assert c.progress() == ((4, 0),)
+    c.step_finished(c.plan_step(), [7])
+    assert c.progress() == ((5, 1),)
+
+
+def test_what_finished_sequences_had_decoded_is_remembered() -> None:
+    c = core()
+    assert c.decoded_tokens == 0.0
+    for name in ("a", "b"):
+        sequence = ready(c, name, 2, blocks=2, max_new=3)
+        step(c)
+        step(c)
+        assert sequence.is_over
+        c.forget(sequence)
+    assert c.decoded_tokens == 2
 
 
 def test_ready_ones_join_oldest_first_as_places_allow_and_never_push_a_running_one_out() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -110,6 +111,30 @@ def test_load_is_what_is_still_to_be_computed() -> None:
     c.move(a, JobStage.DONE)
     c.move(b, JobStage.CANCELLED)
     assert (c.queued_jobs, c.queued_tokens, c.running_jobs) == (0, 0, 0)
+
+
+def test_a_placement_says_what_of_a_queued_prompt_is_expected_to_be_cached() -> None:
+    c = core()
+    c.submit(replace(job("a", 10), local_prefix_blocks=1, fetch_prefix_blocks=2), 0.0)
+    c.submit(replace(job("b", 8), local_prefix_blocks=9), 0.0)
+    assert c.queued_prompts() == ((2, 8), (4, 4)), "one token at least is computed"
+    entry = c.next_job()
+    assert entry is not None
+    c.acquired(entry, (1, 2, 3), 0)
+    assert c.queued_prompts()[0] == (10, 0), "the hint was wrong"
+
+
+def test_the_last_computed_prompts_are_samples() -> None:
+    c = core()
+    for n in range(10):
+        entry = submitted(c, f"j{n}", 10)
+        c.next_job()
+        c.acquired(entry, (1, 2, 3), 1)
+        c.move(entry, JobStage.COMPUTING)
+        c.computed(entry, 0.5 + n)
+        c.move(entry, JobStage.DONE)
+    assert c.prefills == 10
+    assert c.recent_prefills() == tuple((6, 4, 0.5 + n) for n in range(2, 10))
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------

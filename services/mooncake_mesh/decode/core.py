@@ -29,6 +29,7 @@ _MAX_EARLY_TOKENS: Final = 1024
 _GROW_AHEAD_TOKENS: Final = 8
 _GROW_BLOCKS: Final = 4
 _SHARE_BLOCKS: Final = 4
+_DECODED_MEMORY: Final = 0.95
 
 
 class SequenceStage(enum.Enum):
@@ -117,6 +118,7 @@ class DecodeCore:
         self._max_jobs = max_jobs
         self._sequences: dict[JobId, DecodeSequence] = {}
         self._early_tokens: OrderedDict[JobId, int] = OrderedDict()
+        self.decoded_tokens = 0.0
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -129,9 +131,20 @@ class DecodeCore:
         return sum(sequence.stage is SequenceStage.WAITING for sequence in self._sequences.values())
 
     @property
-    def context_tokens(self) -> int:
-        """Tokens of all sequences together."""
-        return sum(sequence.length for sequence in self._sequences.values())
+    def waiting_tokens(self) -> int:
+        """Tokens of the sequences whose KV or first token is still to come."""
+        return sum(seq.length for seq in self._sequences.values() if seq.stage is SequenceStage.WAITING)
+
+    @property
+    def running_tokens(self) -> int:
+        """Tokens of all other sequences."""
+        return sum(seq.length for seq in self._sequences.values() if seq.stage is not SequenceStage.WAITING)
+
+    def progress(self) -> tuple[tuple[int, int], ...]:
+        """(tokens, tokens decoded here) of every sequence whose KV and first token are here, in order of admission."""
+        return tuple(
+            (seq.length, _decoded(seq)) for seq in self._sequences.values() if seq.stage is not SequenceStage.WAITING
+        )
 
     def get(self, job_id: JobId) -> DecodeSequence | None:
         return self._sequences.get(job_id)
@@ -220,6 +233,7 @@ class DecodeCore:
             finish = finish_after(token, position, sequence.job.stopping)
             self._append(sequence, token)
             if finish is not None:
+                self._note_length(_decoded(sequence))
                 self._move(sequence, SequenceStage.FINISHED)
             news.append(NewToken(sequence=sequence, position=position, token=token, finish=finish))
         return news
@@ -278,6 +292,10 @@ class DecodeCore:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _note_length(self, decoded: int) -> None:
+        mean = self.decoded_tokens
+        self.decoded_tokens = _DECODED_MEMORY * mean + (1 - _DECODED_MEMORY) * decoded if mean else float(decoded)
+
     def _append(self, sequence: DecodeSequence, token: int) -> None:
         sequence.tokens[sequence.length] = token
         sequence.length += 1
@@ -298,6 +316,11 @@ class DecodeCore:
         if (sequence.stage, stage) not in _MOVES:
             raise InvalidTransition(f"job {sequence.job.job_id}", old=sequence.stage.value, new=stage.value)
         sequence.stage = stage
+
+
+def _decoded(sequence: DecodeSequence) -> int:
+    """Tokens drawn here: the first one came from prefill."""
+    return max(0, sequence.length - sequence.prompt_tokens - 1)
 
 
 _ACTIVE: Final = frozenset({SequenceStage.READY, SequenceStage.RUNNING})

@@ -93,10 +93,13 @@ class DecodeService:
     def _load(self) -> Load:
         return Load(
             queued_jobs=self._core.n_waiting,
+            queued_tokens=self._core.waiting_tokens,
             running_jobs=self._core.n_jobs - self._core.n_waiting,
-            running_tokens=self._core.context_tokens,
+            running_tokens=self._core.running_tokens,
             step_s=self._step_s,
             draining=self._station.is_draining,
+            sequences=self._core.progress(),
+            decoded_tokens=self._core.decoded_tokens,
         )
 
     # --- jobs in ------------------------------------------------------------------------------------------------------

@@ -193,6 +193,7 @@ class RequestCore:
             deadline_s=left_s,
             fetch_from=placement.fetch_from,
             fetch_prefix_blocks=placement.fetch_prefix_blocks,
+            local_prefix_blocks=placement.local_prefix_blocks,
         )
         if is_single:
             self._jobs_at = (placement.prefill,)

@@ -16,6 +16,8 @@ from mooncake_mesh.errors import InvalidTransition, MooncakeError
 from mooncake_proto.ids import JobId
 from mooncake_proto.serving import PrefillJob
 
+_RECENT_PREFILLS: Final = 8
+
 
 class JobStage(enum.Enum):
     QUEUED = "queued"
@@ -91,7 +93,8 @@ class QueueFull(enum.Enum):
 class QueuedJob:
     """One job and where it stands.
 
-    ``stop`` says why it should end early; the engine thread reads it between layers. Times as in :meth:`submit`.
+    ``stop`` says why it should end early; the engine thread reads it between layers. ``cached_tokens`` is what the
+    placement expected until the blocks are acquired. Times as in :meth:`submit`.
     """
 
     job: PrefillJob
@@ -118,6 +121,8 @@ class PrefillCore:
         self._max_queued_jobs = max_queued_jobs
         self._jobs: dict[JobId, QueuedJob] = {}
         self._queue: deque[JobId] = deque()
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=_RECENT_PREFILLS)
+        self.prefills = 0
 
     @property
     def queued_jobs(self) -> int:
@@ -127,7 +132,19 @@ class PrefillCore:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens that are still to be computed, as far as is known."""
-        return sum(job.prompt_tokens - job.cached_tokens for job in self._jobs.values() if job.stage in _WAITING)
+        return sum(uncached for uncached, _ in self.queued_prompts())
+
+    def queued_prompts(self) -> tuple[tuple[int, int], ...]:
+        """(uncached, cached) tokens of every job that is not computed yet, oldest first, as far as is known."""
+        return tuple(
+            (job.prompt_tokens - job.cached_tokens, job.cached_tokens)
+            for job in self._jobs.values()
+            if job.stage in _WAITING
+        )
+
+    def recent_prefills(self) -> tuple[tuple[int, int, float], ...]:
+        """(uncached tokens, cached tokens, seconds) of the last computed jobs, newest last."""
+        return tuple(self._recent)
 
     @property
     def running_jobs(self) -> int:
@@ -145,7 +162,12 @@ class PrefillCore:
             return QueueFull.QUEUE_FULL
         if job.job_id in self._jobs:
             raise InvalidTransition(f"job {job.job_id}", old=self._jobs[job.job_id].stage.value, new="queued")
-        entry = QueuedJob(job=job, prompt_tokens=len(job.tokens) // 4, queued_s=now_s)
+        prompt_tokens = len(job.tokens) // 4
+        hinted_blocks = max(job.local_prefix_blocks, job.fetch_prefix_blocks)
+        usable_blocks = min(hinted_blocks, (prompt_tokens - 1) // self._block_tokens)
+        entry = QueuedJob(
+            job=job, prompt_tokens=prompt_tokens, queued_s=now_s, cached_tokens=usable_blocks * self._block_tokens
+        )
         self._jobs[job.job_id] = entry
         self._queue.append(job.job_id)
         return entry
@@ -170,6 +192,11 @@ class PrefillCore:
         start, end = entry.cached_tokens, entry.prompt_tokens
         step = self._chunk_tokens or end
         return [Chunk(start=at, end=min(at + step, end)) for at in range(start, end, step)]
+
+    def computed(self, entry: QueuedJob, elapsed_s: float) -> None:
+        """Its prompt took *elapsed_s* to compute: a sample for whoever predicts such times."""
+        self.prefills += 1
+        self._recent.append((entry.prompt_tokens - entry.cached_tokens, entry.cached_tokens, elapsed_s))
 
     def move(self, entry: QueuedJob, stage: JobStage) -> None:
         """Advance a job; one that is over leaves the books. Raises InvalidTransition and changes nothing."""

@@ -88,6 +88,9 @@ class PrefillService:
             running_jobs=self._core.running_jobs,
             prefill_tokens_per_s=self._tokens_per_s,
             draining=self._station.is_draining,
+            queued_prompts=self._core.queued_prompts(),
+            prefills=self._core.prefills,
+            recent_prefills=self._core.recent_prefills(),
         )
 
     # --- jobs in ------------------------------------------------------------------------------------------------------
@@ -221,7 +224,9 @@ class PrefillService:
             self._seal(entry, chunk.start, chunk.end, keys)
         if drawn is None:
             raise InternalError(f"job {entry.job.job_id}: the engine drew no token")
-        self._note_rate(entry.prompt_tokens - entry.cached_tokens, monotonic() - entry.started_s)
+        elapsed_s = monotonic() - entry.started_s
+        self._core.computed(entry, elapsed_s)
+        self._note_rate(entry.prompt_tokens - entry.cached_tokens, elapsed_s)
         return drawn
 
     async def _forward(self, entry: QueuedJob, work: PrefillChunk) -> Drawn | None:
