@@ -99,27 +99,20 @@ def unpack_hello(data: bytes) -> Hello:
     return Hello(kind=Kind(kind), sender=sender, epoch=epoch, lane=lane, n_lanes=n_lanes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Head:
-    """A frame as announced: what comes, and how."""
+    """A frame as announced: what comes, and how; ``following_bytes`` of it on the control connection."""
 
     frame: int
     token: bytes
     n_slices: int
     carriage: Carriage
     payload_bytes: int
-
-    @property
-    def following_bytes(self) -> int:
-        """Bytes on the control connection after the head."""
-        inline = self.payload_bytes if self.carriage is Carriage.INLINE else 0
-        offsets = self.n_slices * OFFSET.size if self.carriage is Carriage.MAPPED else 0
-        return self.n_slices * ENTRY.size + offsets + inline
+    following_bytes: int
 
 
-def pack_head(frame: int, token: bytes, carriage: Carriage, batch: Sequence[SealedSlice]) -> bytes:
-    """Head and entries of *batch*."""
-    payload_bytes = sum(item.piece.size_bytes for item in batch)
+def pack_head(frame: int, token: bytes, carriage: Carriage, batch: Sequence[SealedSlice], payload_bytes: int) -> bytes:
+    """Head and entries of *batch*, which has *payload_bytes*."""
     entries = [_pack_entry(item) for item in batch]
     if carriage is Carriage.MAPPED:
         entries += [OFFSET.pack(item.piece.offset) for item in batch]
@@ -138,7 +131,19 @@ def unpack_head(data: memoryview) -> Head:
     largest = INLINE_BYTES if carriage == Carriage.INLINE else MAX_FRAME_BYTES
     if carriage > Carriage.MAPPED or not 0 < n_slices <= MAX_SLICES or not 0 < payload_bytes <= largest:
         raise FrameError("not a frame of this protocol")
-    return Head(frame=frame, token=token, n_slices=n_slices, carriage=Carriage(carriage), payload_bytes=payload_bytes)
+    following_bytes = n_slices * ENTRY.size
+    if carriage == Carriage.INLINE:
+        following_bytes += payload_bytes
+    elif carriage == Carriage.MAPPED:
+        following_bytes += n_slices * OFFSET.size
+    return Head(
+        frame=frame,
+        token=token,
+        n_slices=n_slices,
+        carriage=Carriage(carriage),
+        payload_bytes=payload_bytes,
+        following_bytes=following_bytes,
+    )
 
 
 def unpack_entries(data: memoryview, head: Head) -> list[Incoming]:

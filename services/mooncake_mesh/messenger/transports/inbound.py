@@ -31,7 +31,7 @@ _MAX_FRAMES: Final = 256
 _INBOX_BYTES: Final = 256 << 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class InboundPiece:
     """One slice of a frame: its first byte in the payload, and its place, if it is wanted."""
 

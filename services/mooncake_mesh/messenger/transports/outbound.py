@@ -10,7 +10,7 @@ read.
 import asyncio
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Final
@@ -28,22 +28,32 @@ _ZEROS: Final = memoryview(bytes(1 << 20))
 
 
 class OutboundFrame:
-    """One frame under way. Its lanes' threads and the loop share ``readers`` and ``error`` under ``lock``."""
+    """One frame under way; *on_over* is called once, on the loop.
 
-    def __init__(self, number: int, views: list[memoryview], loop: asyncio.AbstractEventLoop) -> None:
+    Its lanes' threads and the loop share ``readers`` and ``error`` under ``lock``.
+    """
+
+    __slots__ = ("error", "failure", "is_over", "lock", "number", "on_over", "payload_bytes", "readers", "views")
+
+    def __init__(self, number: int, views: list[memoryview], payload_bytes: int, on_over: Callable[[], None]) -> None:
         self.number = number
         self.views = views
-        self.payload_bytes = sum(len(view) for view in views)
-        self.over: asyncio.Future[TransferError | None] = loop.create_future()
+        self.payload_bytes = payload_bytes
+        self.on_over = on_over
+        self.is_over = False
+        self.failure: TransferError | None = None
         self.lock = threading.Lock()
         self.readers = 0
         self.error: TransferError | None = None
 
     def settle(self, error: TransferError | None) -> None:
         """On the loop: nothing reads the memory any more."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self.failure = error
         self.views = []
-        if not self.over.done():
-            self.over.set_result(error)
+        self.on_over()
 
 
 class OutboundLink:
@@ -60,7 +70,7 @@ class OutboundLink:
         self._room: asyncio.Future[None] | None = None
         self._next_frame = 0
         self._outbox = bytearray()
-        self._acks = bytearray()
+        self._acks = b""
         self.is_dead = False
         self._loop.add_reader(control, self._read_acks)
         for index, lane in enumerate(lanes):
@@ -80,19 +90,25 @@ class OutboundLink:
     def _is_full(self, size_bytes: int) -> bool:
         return self._bytes_under_way + size_bytes > WINDOW_BYTES or len(self._under_way) >= WINDOW_FRAMES
 
-    def submit(self, token: bytes, batch: Sequence[SealedSlice], views: list[memoryview]) -> OutboundFrame:
-        """Put one frame on its way."""
-        frame = OutboundFrame(self._next_frame, views, self._loop)
+    def submit(
+        self,
+        token: bytes,
+        batch: Sequence[SealedSlice],
+        views: list[memoryview],
+        payload_bytes: int,
+        on_over: Callable[[], None],
+    ) -> OutboundFrame:
+        """Put one frame on its way: *views* of *batch*, together *payload_bytes*."""
+        frame = OutboundFrame(self._next_frame, views, payload_bytes, on_over)
         self._next_frame = (self._next_frame + 1) & 0xFFFFFFFF
         self._under_way[frame.number] = frame
         self._bytes_under_way += frame.payload_bytes
         carriage = self._carriage(frame.payload_bytes)
-        head = memoryview(frames.pack_head(frame.number, token, carriage, batch))
+        head = memoryview(frames.pack_head(frame.number, token, carriage, batch, payload_bytes))
+        frame.readers = 1 if carriage is Carriage.MAPPED else 0
+        self._write([head, *views] if carriage is Carriage.INLINE else [head])
         if carriage is Carriage.LANES:
             self._use_lanes(frame)
-        elif carriage is Carriage.MAPPED:
-            frame.readers = 1
-        self._write([head, *views] if carriage is Carriage.INLINE else [head])
         return frame
 
     def _carriage(self, payload_bytes: int) -> Carriage:
@@ -108,7 +124,7 @@ class OutboundLink:
 
     def give_up(self, frame: OutboundFrame, error: TransferError) -> None:
         """Stop reading the memory of *frame*; it is over when its readers have let go of it."""
-        if frame.over.done():
+        if frame.is_over:
             return
         with frame.lock:
             frame.error = frame.error or error
@@ -119,7 +135,7 @@ class OutboundLink:
             self._loop.call_later(_CANCEL_GRACE_S, self._cut_if_stuck, frame)
 
     def _cut_if_stuck(self, frame: OutboundFrame) -> None:
-        if not frame.over.done():
+        if not frame.is_over:
             self.die("somebody was stuck in a frame that had been given up")
 
     # --- the control connection ---------------------------------------------------------------------------------------
@@ -135,11 +151,10 @@ class OutboundLink:
             except OSError as error:
                 self._loop.call_soon(self.die, str(error))
                 return
-        rest = b"".join(views)[sent:] if sent < sum(len(view) for view in views) else b""
-        if rest:
+        if sent < sum(map(len, views)):
             if not self._outbox:
                 self._loop.add_writer(self._control, self._flush)
-            self._outbox += rest
+            self._outbox += b"".join(views)[sent:]
 
     def _flush(self) -> None:
         try:
@@ -164,15 +179,15 @@ class OutboundLink:
         if not data:
             self.die("the receiver closed the connection")
             return
-        self._acks += data
-        whole = len(self._acks) - len(self._acks) % frames.ACK.size
-        for number, verdict in frames.ACK.iter_unpack(bytes(self._acks[:whole])):
+        data = self._acks + data
+        whole = len(data) - len(data) % frames.ACK.size
+        self._acks = data[whole:]
+        for number, verdict in frames.ACK.iter_unpack(data[:whole]):
             frame = self._under_way.get(number)
             if frame is None:
                 self.die("an acknowledgement for no frame")
                 return
             self._acknowledged(frame, verdict)
-        del self._acks[:whole]
 
     def _acknowledged(self, frame: OutboundFrame, verdict: int) -> None:
         error: TransferError | None = None
@@ -234,18 +249,24 @@ class OutboundLink:
 
 def _send_cut(connection: socket.socket, frame: OutboundFrame, start: int, stop: int) -> None:
     """Bytes *start* to *stop* of the frame's payload, then the trailer. Raises OSError."""
+    groups = pieces_of(_between(frame.views, start, stop))
+    groups[-1].append(memoryview(frames.TRAILER.pack(frame.number, 1)))
     sent = 0
-    for group in pieces_of(_between(frame.views, start, stop)):
+    for group in groups:
         if frame.error is not None:
-            break
+            _fill_up(connection, frame, stop - start - sent)
+            return
+        sent += sum(map(len, group))
         send_group(connection, group)
-        sent += sum(len(view) for view in group)
-    is_whole = sent == stop - start
-    while sent < stop - start:
-        filler = _ZEROS[: stop - start - sent]
+
+
+def _fill_up(connection: socket.socket, frame: OutboundFrame, n_bytes: int) -> None:
+    """Nobody wants the rest: keep in step with what was announced."""
+    while n_bytes:
+        filler = _ZEROS[:n_bytes]
         send_group(connection, [filler])
-        sent += len(filler)
-    connection.sendall(frames.TRAILER.pack(frame.number, is_whole))
+        n_bytes -= len(filler)
+    connection.sendall(frames.TRAILER.pack(frame.number, 0))
 
 
 def _between(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:

@@ -7,6 +7,7 @@ arrived is sent again. Memory is free again when a submission is over, however i
 import asyncio
 import socket
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -31,50 +32,61 @@ _REST_S: Final = 1.0
 class LinkSubmission:
     """Frames of one batch."""
 
-    def __init__(self, link: OutboundLink, under_way: Sequence[OutboundFrame]) -> None:
+    def __init__(self, link: OutboundLink) -> None:
         self._link = link
-        self._frames = under_way
+        self._frames: list[OutboundFrame] = []
+        self._left = 0
+        self._callbacks: list[Callable[[], None]] = []
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._wait().__await__()
 
     @property
     def is_over(self) -> bool:
-        return all(frame.over.done() for frame in self._frames)
+        return self._left == 0
+
+    def add(self, token: bytes, batch: Sequence[SealedSlice], views: list[memoryview], payload_bytes: int) -> None:
+        """Put one more frame on its way."""
+        self._left += 1
+        self._frames.append(self._link.submit(token, batch, views, payload_bytes, self._one_over))
 
     def cancel(self) -> None:
         for frame in self._frames:
             self._link.give_up(frame, SliceLost("the sender gave up"))
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        left = [frame for frame in self._frames if not frame.over.done()]
-        if not left:
+        if self._left:
+            self._callbacks.append(callback)
+        else:
             callback()
-            return
-        remaining = len(left)
 
-        def one_over(_: object) -> None:
-            nonlocal remaining
-            remaining -= 1
-            if remaining == 0:
+    def _one_over(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
                 callback()
-
-        for frame in left:
-            frame.over.add_done_callback(one_over)
 
     async def _wait(self) -> None:
         cancelled: asyncio.CancelledError | None = None
-        while not self.is_over:
+        while self._left:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._callbacks.append(partial(_wake, waiter))
             try:
-                await asyncio.wait([frame.over for frame in self._frames])
+                await waiter
             except asyncio.CancelledError as error:  # the memory is still read: the caller may not have it back yet
                 cancelled = error
                 self.cancel()
         if cancelled is not None:
             raise cancelled
-        failures = [failure for frame in self._frames if (failure := frame.over.result()) is not None]
+        failures = [frame.failure for frame in self._frames if frame.failure is not None]
         if failures:  # what cannot be mended by sending again comes first
             raise min(failures, key=lambda failure: isinstance(failure, LinkLost))
+
+
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class Connections:
@@ -156,13 +168,13 @@ class LinkPath:
     async def submit(self, batch: Sequence[SealedSlice]) -> LinkSubmission:
         """As :class:`SubmitPath`. A batch larger than the window waits for its own first frames."""
         link = await self._connections.link()
-        under_way: list[OutboundFrame] = []
-        submission = LinkSubmission(link, under_way)
+        submission = LinkSubmission(link)
         try:
             for part in _frames_of(batch):
                 views = [self._memory[s.piece.offset : s.piece.offset + s.piece.size_bytes] for s in part]
-                await link.room(sum(len(view) for view in views))
-                under_way.append(link.submit(self._token, part, views))
+                payload_bytes = sum(map(len, views))
+                await link.room(payload_bytes)
+                submission.add(self._token, part, views, payload_bytes)
         except BaseException:
             submission.cancel()
             await _quietly(submission)

@@ -77,7 +77,7 @@ def send_group(connection: socket.socket, group: list[memoryview]) -> None:
 def receive_group(connection: socket.socket, group: list[memoryview]) -> None:
     """Fill all views of *group*. Raises OSError; ConnectionResetError when the peer has closed."""
     while group:
-        got = connection.recvmsg_into(group)[0]
+        got = connection.recvmsg_into(group, 0, socket.MSG_WAITALL)[0]  # one wait, not one for each arrival
         if got == 0:
             raise ConnectionResetError("the connection was closed in the middle of a frame")
         group = _after(group, got)

@@ -11,7 +11,7 @@ from mooncake_mesh.messenger.transports import frames
 from mooncake_mesh.messenger.transports.api import Landings
 from mooncake_mesh.messenger.transports.frames import Carriage, FrameError, Hello, Kind
 from mooncake_mesh.messenger.transports.inbound import InboundFrame, InboundLink, LinkTable
-from mooncake_mesh.messenger.transports.streams import pieces_of, receive_exactly, receive_group, shut, tune
+from mooncake_mesh.messenger.transports.streams import pieces_of, receive_group, shut, tune
 
 log = structlog.get_logger(__name__)
 
@@ -126,9 +126,12 @@ class TcpLane:
 
     def fill(self, frame: InboundFrame, start: int, stop: int) -> None:
         """As :class:`Lane`."""
-        for group in pieces_of(self._views(frame, start, stop)):
+        trailer = bytearray(frames.TRAILER.size)
+        groups = pieces_of(self._views(frame, start, stop))
+        groups[-1].append(memoryview(trailer))
+        for group in groups:
             receive_group(self._connection, group)
-        number, is_whole = frames.TRAILER.unpack(receive_exactly(self._connection, frames.TRAILER.size))
+        number, is_whole = frames.TRAILER.unpack(trailer)
         if number != frame.head.frame:
             raise FrameError("a lane is out of step with its heads")
         if not is_whole:

@@ -107,6 +107,11 @@ class Batch:
         return self._load.total()
 
     @property
+    def all_sent(self) -> bool:
+        """Nothing waits."""
+        return not self._waiting
+
+    @property
     def is_over(self) -> bool:
         """Done or failed, and nothing in flight."""
         return (self._left == 0 or self.failure is not None) and self.in_flight == 0

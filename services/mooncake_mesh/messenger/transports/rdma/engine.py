@@ -192,7 +192,8 @@ class RdmaEngine:
                     continue
                 endpoint.add(transfer, slices)
                 self._pump(endpoint)
-                self._finish(self._adapters[path.local_nic].poll())  # a small one may be done already
+                if batch.all_sent:  # a small one may be done already; a large one has to let others run
+                    self._finish(self._adapters[path.local_nic].poll())
             if batch.is_over:
                 return
             await transfer.wake.wait()
