@@ -6,6 +6,7 @@ An aim that is missed is printed as missed; the exit code says only that the mea
 import argparse
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ class Row:
     met: bool | None = None
     n: int | None = None
     spread: tuple[float, float] | None = None
+    cpu_s_per_gb: float | None = None
 
 
 class Report:
@@ -54,6 +56,7 @@ class Report:
         met: bool | None = None,
         n: int | None = None,
         spread: tuple[float, float] | None = None,
+        cpu_s_per_gb: float | None = None,
     ) -> None:
         """Add one quantity; the ratio to its baseline is computed here."""
         ratio = value / baseline if baseline else None
@@ -68,6 +71,7 @@ class Report:
                 met=met,
                 n=n,
                 spread=spread,
+                cpu_s_per_gb=cpu_s_per_gb,
             )
         )
 
@@ -82,9 +86,13 @@ class Report:
         for note in self.notes:
             console.print(note, highlight=False)
         if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            content = {"benchmark": self.name, "machine": platform.platform(), "rows": [asdict(r) for r in self.rows]}
-            args.json.write_text(json.dumps(content, indent=1) + "\n")
+            self.write(args.json, self.rows)
+
+    def write(self, path: Path, rows: Sequence[Row]) -> None:
+        """*rows* as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"benchmark": self.name, "machine": platform.platform(), "rows": [asdict(row) for row in rows]}
+        path.write_text(json.dumps(content, indent=1) + "\n")
 
     def _table(self) -> Table:
         table = Table(title=f"{self.name}: {self.title}", title_justify="left")

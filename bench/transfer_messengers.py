@@ -1,0 +1,215 @@
+"""Two real messengers and their pools: ``python -m bench.transfer_messengers TRANSPORT``.
+
+This process plays the workers of both nodes. Ops: ``put`` moves blocks that node A holds into blocks reserved on node B
+(as a prefill instance does), ``get`` lets node B fetch sealed blocks of node A (as a prefix hit elsewhere does); a call
+ends when all bytes are in B's pool, verified and, for ``get``, findable there. ``singly`` puts the blocks of a call as
+so many transfers at once. ``start`` is the life of a messenger from its process to a mapped arena of ``size_bytes``.
+"""
+
+import asyncio
+import itertools
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable
+from functools import partial
+from pathlib import Path
+from typing import Final
+from uuid import uuid4
+
+import numpy as np
+import uvloop
+
+from bench.transfer_child import Answer, Question, give, read_question, ready, timed_async
+from mooncake_mesh.kv.block_hash import join_keys
+from mooncake_mesh.mesh.arena import Holder, borrow_to_write
+from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_proto.control import Ok
+from mooncake_proto.ids import BlockKey, InstanceId, JobId, TransferId, new_incarnation
+from mooncake_proto.transfer import (
+    Acquire,
+    Acquired,
+    ArenaInfo,
+    Attach,
+    FinishSend,
+    Release,
+    Seal,
+    SendReport,
+    SliceReady,
+    StartSend,
+)
+
+_TIMEOUT_S: Final = 30.0
+_ARENA_BYTES: Final = 256 << 20
+_LEAST_BLOCKS: Final = 64
+_MOST_BLOCKS: Final = 1024
+
+
+class Node:
+    """A messenger process and this process's hold on it."""
+
+    def __init__(self, name: str, folder: Path, transport: str, arena_bytes: int) -> None:
+        self.name = name
+        self.endpoint = f"ipc://{folder}/{name}.ipc"
+        flags = {
+            "instance-id": name,
+            "node-id": name,
+            "bind": self.endpoint,
+            "conductor": f"ipc://{folder}/conductor.ipc",
+            "run-dir": folder,
+            "arena-bytes": arena_bytes,
+            "transport": transport,
+            "log-level": "error",
+        }
+        command = [sys.executable, "-m", "mooncake_mesh", "messenger", *[f"--{k}={v}" for k, v in flags.items()]]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        self.rpc = RpcClient(self.endpoint)
+        self._me = Holder(instance_id=InstanceId(f"worker-{name}"), incarnation=new_incarnation())
+
+    async def attach(self, block_bytes: int) -> None:
+        """Say how large blocks are, and map the arena."""
+        attach = Attach(instance_id=self._me.instance_id, incarnation=self._me.incarnation, block_bytes=block_bytes)
+        info = await self.rpc.call(attach, ArenaInfo, timeout_s=_TIMEOUT_S)
+        self.n_blocks = info.n_blocks
+        self.arena = await borrow_to_write(info.socket_path, self._me)
+
+    def touch(self) -> None:
+        """First writes into new memory pay page faults."""
+        np.frombuffer(self.arena.arena.view, np.uint8)[:] = 7
+
+    def acquire(
+        self,
+        job_id: JobId,
+        n_blocks: int,
+        *,
+        keys: bytes = b"",
+        fetch_from: str = "",
+        landing: TransferId | None = None,
+        layers: int = 0,
+    ) -> Awaitable[Acquired]:
+        n_keys = len(keys) // 16
+        request = Acquire(
+            job_id=job_id,
+            instance_id=self._me.instance_id,
+            incarnation=self._me.incarnation,
+            keys=keys,
+            n_blocks=n_blocks,
+            max_cached_blocks=n_keys,
+            fetch_from=fetch_from,
+            fetch_blocks=n_keys if fetch_from else 0,
+            landing=landing,
+            landing_blocks=n_blocks if landing else 0,
+            landing_layers=layers,
+        )
+        return self.rpc.call(request, Acquired, timeout_s=_TIMEOUT_S)
+
+    async def release(self, job_id: JobId) -> None:
+        await self.rpc.call(Release(job_id=job_id), Ok, timeout_s=_TIMEOUT_S)
+
+    def close(self) -> None:
+        self.rpc.close()
+        self.process.terminate()
+        self.process.wait()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
+        uvloop.run(_answer(Path(folder), sys.argv[1]))
+
+
+async def _answer(folder: Path, transport: str) -> None:
+    nodes: dict[int, tuple[Node, Node]] = {}
+    ready()
+    try:
+        while (question := await asyncio.to_thread(read_question)) is not None:
+            size = question.size_bytes
+            if question.op == "start":
+                give(await timed_async(question, partial(_start, folder, size)))
+                continue
+            if size not in nodes:
+                nodes[size] = await _start_pair(folder, transport, size)
+            give(await _measure(question, *nodes[size]))
+    finally:
+        for node in itertools.chain(*nodes.values()):
+            node.close()
+
+
+async def _start(folder: Path, arena_bytes: int, call: int) -> None:
+    node = Node(f"start{call}", folder, "auto", arena_bytes)
+    await node.attach(1 << 20)
+    node.close()
+
+
+async def _start_pair(folder: Path, transport: str, block_bytes: int) -> tuple[Node, Node]:
+    """B is smaller than A, so that a walk over A's blocks finds none of them in B."""
+    blocks_a = min(max(_ARENA_BYTES // block_bytes, _LEAST_BLOCKS), _MOST_BLOCKS)
+    a = Node(f"a{block_bytes}", folder, transport, blocks_a * block_bytes)
+    b = Node(f"b{block_bytes}", folder, transport, blocks_a // 2 * block_bytes)
+    await a.attach(block_bytes)
+    await b.attach(block_bytes)
+    a.touch()
+    b.touch()
+    return a, b
+
+
+async def _measure(question: Question, a: Node, b: Node) -> Answer:
+    if question.op == "put":
+        return await timed_async(question, lambda _: put(a, b, question.batch))
+    if question.op == "singly":
+
+        async def many_at_once(_: int) -> None:
+            await asyncio.gather(*[put(a, b, 1) for _ in range(question.batch)])
+
+        return await timed_async(question, many_at_once)
+    keys = await _fill(a)
+
+    async def get(call: int) -> None:
+        first = call % (len(keys) // question.batch) * question.batch
+        await _get(a, b, keys[first : first + question.batch])
+
+    return await timed_async(question, get)
+
+
+async def put(a: Node, b: Node, n_blocks: int) -> None:
+    """Move *n_blocks* of A into fresh blocks of B."""
+    transfer_id = TransferId(uuid4().hex)
+    here, there = JobId(f"send-{transfer_id}"), JobId(f"land-{transfer_id}")
+    async with asyncio.TaskGroup() as tasks:
+        landed = tasks.create_task(_until_landed(b, there, n_blocks, transfer_id))
+        await a.acquire(here, n_blocks)
+        a.rpc.post(
+            StartSend(
+                job_id=here, transfer_id=transfer_id, target=b.endpoint, n_blocks=n_blocks, layers=1, deadline_s=30.0
+            )
+        )
+        a.rpc.post(SliceReady(transfer_id=transfer_id, layer=0, n_layers=1, first_block=0, n_blocks=n_blocks))
+        await a.rpc.call(FinishSend(transfer_id=transfer_id), SendReport, timeout_s=_TIMEOUT_S)
+        await landed
+    await b.release(there)
+
+
+async def _until_landed(b: Node, job_id: JobId, n_blocks: int, transfer_id: TransferId) -> None:
+    await b.acquire(job_id, n_blocks, landing=transfer_id, layers=1)
+
+
+async def _fill(a: Node) -> list[BlockKey]:
+    """Seal all blocks of A under fresh keys."""
+    n_blocks = a.n_blocks
+    keys = [BlockKey(uuid4().bytes) for _ in range(n_blocks)]
+    job_id = JobId(f"fill-{uuid4().hex}")
+    await a.acquire(job_id, n_blocks)
+    a.rpc.post(Seal(job_id=job_id, first_block=0, keys=join_keys(keys)))
+    await a.release(job_id)
+    return keys
+
+
+async def _get(a: Node, b: Node, keys: list[BlockKey]) -> None:
+    job_id = JobId(f"get-{uuid4().hex}")
+    got = await b.acquire(job_id, len(keys), keys=join_keys(keys), fetch_from=a.endpoint)
+    if got.cached_blocks != len(keys):
+        raise RuntimeError(f"{got.cached_blocks} of {len(keys)} blocks came")
+    await b.release(job_id)
+
+
+if __name__ == "__main__":
+    main()
