@@ -23,7 +23,14 @@ from uuid import uuid4
 import structlog
 
 from mooncake_mesh.config import MessengerConfig, TransportKind
-from mooncake_mesh.errors import InvalidRequest, MooncakeError, NoFreeBlocks, PeerUnreachable, TransferError
+from mooncake_mesh.errors import (
+    ConfigError,
+    InvalidRequest,
+    MooncakeError,
+    NoFreeBlocks,
+    PeerUnreachable,
+    TransferError,
+)
 from mooncake_mesh.kv.block_hash import join_keys, split_keys
 from mooncake_mesh.kv.block_pool import NoRoom
 from mooncake_mesh.mesh.arena import Arena, ArenaServer, Holder
@@ -80,6 +87,7 @@ class MessengerService:
     """Handlers over one MessengerCore. The pool is cut when the first worker says how large its blocks are."""
 
     def __init__(self, config: MessengerConfig, tasks: asyncio.TaskGroup) -> None:
+        self._folder = _lock(config.ssd_dir)  # first: it may refuse, and nothing is open yet
         self._config = config
         self._tasks = tasks
         self._incarnation = new_incarnation()
@@ -98,8 +106,9 @@ class MessengerService:
         self._sender: Sender | None = None
         self._listener: TcpListener | None = None
         self._rdma: RdmaArena | None = None
-        self._folder = _lock(config.ssd_dir)
         self._ssd: SsdTier | None = None
+        self._lifecycle: Lifecycle | None = None
+        self._refusal: ConfigError | None = None
         self._background: list[asyncio.Task[None]] = []
         self._arena_server = ArenaServer(
             Path(config.run_dir) / f"{config.instance_id}.arena",
@@ -128,7 +137,8 @@ class MessengerService:
         }
 
     async def run(self, lifecycle: Lifecycle) -> None:
-        """Serve until *lifecycle* says stop."""
+        """Serve until *lifecycle* says stop. Raises ConfigError if the SSD folder turns out to be of another model."""
+        self._lifecycle = lifecycle
         member = Member(
             role=Role.MESSENGER,
             instance_id=InstanceId(self._config.instance_id),
@@ -151,6 +161,8 @@ class MessengerService:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._close()
+        if self._refusal is not None:
+            raise self._refusal
 
     async def _close(self) -> None:
         await self._server.close()
@@ -222,7 +234,7 @@ class MessengerService:
     def _cut_arena(self, namespace: Namespace) -> None:
         config, block_bytes = self._config, namespace.block_bytes
         if self._folder is not None:
-            self._folder.check(namespace)
+            self._check_folder(self._folder, namespace)
         n_blocks = config.arena_bytes // block_bytes
         core = MessengerCore(n_blocks=n_blocks, block_bytes=block_bytes, eviction=config.eviction)
         info = self._info(core)
@@ -256,6 +268,19 @@ class MessengerService:
         if self._folder is not None:
             self._add_ssd(self._folder, namespace, core)
         log.info("arena_cut", block_bytes=block_bytes, n_blocks=core.pool.n_blocks, data_port=self._listener.port)
+
+    def _check_folder(self, folder: StoreFolder, namespace: Namespace) -> None:
+        """End the process where the folder's blocks are not this model's: only its user can say which of them is wrong.
+
+        Known as late as now, when the first worker has said what its blocks are.
+        """
+        try:
+            folder.check(namespace)
+        except ConfigError as error:
+            self._refusal = error
+            if self._lifecycle is not None:
+                self._lifecycle.stop("ssd_dir refused")
+            raise
 
     def _add_ssd(self, folder: StoreFolder, namespace: Namespace, core: MessengerCore) -> None:
         size_bytes = self._config.ssd_bytes

@@ -29,6 +29,9 @@ from mooncake_mesh.messenger.store.records import (
 _MAX_BUFFERS: Final = 512
 """Slots of one system call; the kernel takes 1024 buffers."""
 
+_TABLE_RECORDS: Final = 16_384
+"""Records read at once: 1 MiB."""
+
 
 class RandomFile(Protocol):
     """A file that is read and written at offsets. Both may transfer less than asked for, and raise OSError."""
@@ -80,18 +83,19 @@ class BlockFile:
 
     def records(self) -> list[SlotRecord]:
         """What the table says, newest first; torn records are left out. Raises OSError."""
-        data = memoryview(bytearray(self.n_slots * RECORD_BYTES))
-        n_read = 0
-        while n_read < len(data):
-            n = self._table.read_into([data[n_read:]], record_offset(0) + n_read)
-            if n <= 0:  # a table that was cut off ends here
-                break
-            n_read += n
-        found = (
-            unpack_record(data[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES], slot, self.namespace)
-            for slot in range(n_read // RECORD_BYTES)
-        )
-        return sorted((record for record in found if record is not None), key=lambda record: -record.seq)
+        found: list[SlotRecord] = []
+        for first in range(0, self.n_slots, _TABLE_RECORDS):
+            data = bytearray(min(_TABLE_RECORDS, self.n_slots - first) * RECORD_BYTES)
+            n_read = _read_some(self._table, memoryview(data), record_offset(first))
+            if data.count(0) == len(data):
+                continue
+            view = memoryview(data)
+            for place in range(n_read // RECORD_BYTES):
+                packed = view[place * RECORD_BYTES : (place + 1) * RECORD_BYTES]
+                record = unpack_record(packed, first + place, self.namespace)
+                if record is not None:
+                    found.append(record)
+        return sorted(found, key=lambda record: -record.seq)
 
     def write(self, slots: Sequence[SlotBytes]) -> list[OSError | None]:
         """Write blocks and records; for each its fault, or None. ``record.checksum`` must be that of the block."""
@@ -165,6 +169,17 @@ def _runs(slots: Sequence[SlotBytes]) -> Iterator[list[SlotBytes]]:
             run = []
         run.append(slot)
     yield run
+
+
+def _read_some(file: RandomFile, buffer: memoryview, offset: int) -> int:
+    """Fill *buffer* as far as the file goes; how many bytes that was."""
+    n_read = 0
+    while n_read < len(buffer):
+        n = file.read_into([buffer[n_read:]], offset + n_read)
+        if n <= 0:
+            break
+        n_read += n
+    return n_read
 
 
 def _write_all(file: RandomFile, buffers: Sequence[memoryview], offset: int) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 
 import structlog
 
-from mooncake_mesh.errors import ConfigError, InvalidRequest
+from mooncake_mesh.errors import ConfigError
 from mooncake_mesh.messenger.store.block_file import BlockFile, OsFile, slot_bytes_of
 from mooncake_mesh.messenger.store.records import (
     PAGE_BYTES,
@@ -56,7 +56,7 @@ class StoreFolder:
         return cls(path, fd)
 
     def check(self, namespace: Namespace) -> None:
-        """Raise InvalidRequest if the folder holds blocks of another namespace, or files that are not ours.
+        """Raise ConfigError if the folder holds blocks of another namespace, or files that are not ours.
 
         A table that cannot be read is :meth:`open`'s affair.
         """
@@ -68,12 +68,12 @@ class StoreFolder:
         except OSError:
             return
         except ForeignFile as error:
-            raise InvalidRequest(f"{self._table_path}: {error}; give another folder", param="ssd_dir") from error
+            raise ConfigError(f"{self._table_path} {error}; give another folder", path=_PATH) from error
         if found is not None and found != namespace:
-            raise InvalidRequest(
+            raise ConfigError(
                 f"{self.path} holds blocks of {found.block_bytes} bytes of {found.layout!r}, this node has blocks of "
                 f"{namespace.block_bytes} bytes of {namespace.layout!r}; give another folder, or empty it",
-                param="ssd_dir",
+                path=_PATH,
             )
 
     def open(self, namespace: Namespace, size_bytes: int) -> BlockFile:
@@ -85,12 +85,12 @@ class StoreFolder:
         n_slots = size_bytes // slot_bytes
         if n_slots < 1:
             raise OSError(errno.ENOSPC, f"ssd_bytes {size_bytes} hold no block of {slot_bytes} bytes")
+        blocks = self._open_blocks(n_slots * slot_bytes)
         table = self._open("slots.tbl", 0)
         if not self._is_ours(namespace):
             os.ftruncate(table, 0)
             os.pwrite(table, pack_superblock(namespace), 0)
         os.ftruncate(table, record_offset(n_slots))
-        blocks = self._open_blocks(n_slots * slot_bytes)
         return BlockFile(OsFile(blocks), OsFile(table), namespace, n_slots)
 
     def close(self) -> None:

@@ -58,8 +58,10 @@ class SlotTable:
     def __init__(self, n_slots: int) -> None:
         if n_slots < 1:
             raise ValueError(f"n_slots must be at least 1, got {n_slots}")
-        self._slots = [_Slot() for _ in range(n_slots)]
-        self._free = deque(range(n_slots))
+        self.n_slots = n_slots
+        self._slots: dict[int, _Slot] = {}  # those that were ever used: a file may have millions
+        self._next_unused = 0
+        self._free: deque[int] = deque()
         self._held: dict[BlockKey, int] = {}
         self._writing: dict[BlockKey, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -68,10 +70,6 @@ class SlotTable:
         self.retired_slots = 0
 
     # --- looking ------------------------------------------------------------------------------------------------------
-
-    @property
-    def n_slots(self) -> int:
-        return len(self._slots)
 
     @property
     def held_blocks(self) -> int:
@@ -86,17 +84,20 @@ class SlotTable:
         return list(self._held)
 
     def state(self, slot: int) -> SlotState:
-        return self._slots[slot].state
+        return self._slots[slot].state if slot in self._slots else SlotState.FREE
 
     # --- what was there at start --------------------------------------------------------------------------------------
 
     def found(self, records: Iterable[SlotRecord]) -> None:
-        """Slots that said at start what they hold. Each stays PENDING until :meth:`verified` or :meth:`torn`."""
+        """Slots that said at start what they hold, before anything is written.
+
+        Each stays PENDING until :meth:`verified` or :meth:`torn`.
+        """
         for record in records:
-            slot = self._expect(record.slot, SlotState.FREE, "found")
-            slot.state, slot.record = SlotState.PENDING, record
+            if record.slot in self._slots:
+                raise self._illegal(record.slot, "found")
+            self._slots[record.slot] = _Slot(state=SlotState.PENDING, record=record)
             self._next_seq = max(self._next_seq, record.seq + 1)
-        self._free = deque(slot for slot in self._free if self._slots[slot].state is SlotState.FREE)
 
     def verified(self, slot: int) -> None:
         """The bytes of a PENDING slot are what its record says; it counts as unused for longer than all others."""
@@ -121,11 +122,9 @@ class SlotTable:
         """
         if key in self._held or key in self._writing:
             return None
-        if not self._free:
-            if not self._evictable:
-                return None
-            self._drop(self._evictable.popitem(last=False)[0])
-        number = self._free.popleft()
+        number = self._take()
+        if number is None:
+            return None
         self._slots[number].state = SlotState.WRITING
         self._writing[key] = number
         self._next_seq += 1
@@ -190,13 +189,14 @@ class SlotTable:
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated if the books do not agree. O(slots); for tests."""
-        counts = Counter(slot.state for slot in self._slots)
+        counts = Counter(slot.state for slot in self._slots.values())
         _require(len(set(self._free)) == len(self._free) == counts[SlotState.FREE], "free list and states differ")
+        _require(all(number < self.n_slots for number in self._slots), "a slot beyond the file")
         _require(len(self._held) == counts[SlotState.HELD], "key map and states differ")
         _require(len(self._writing) == counts[SlotState.WRITING], "writes and states differ")
         _require(self.retired_slots == counts[SlotState.RETIRED], "retired count and states differ")
         _require(not self._held.keys() & self._writing.keys(), "a block is held and written")
-        for number, slot in enumerate(self._slots):
+        for number, slot in self._slots.items():
             held = slot.state is SlotState.HELD
             _require((number in self._evictable) == (held and not slot.readers), f"slot {number}: evictable")
             _require(slot.state in _READABLE or not slot.readers, f"slot {number}: read")
@@ -206,13 +206,25 @@ class SlotTable:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _illegal(self, number: int, move: str) -> InvalidTransition:
-        return InvalidTransition(f"slot {number}", old=self._slots[number].state.value, new=move)
+        return InvalidTransition(f"slot {number}", old=self.state(number).value, new=move)
 
     def _expect(self, number: int, state: SlotState, move: str) -> _Slot:
-        slot = self._slots[number]
-        if slot.state is not state:
+        if self.state(number) is not state or number not in self._slots:
             raise self._illegal(number, move)
-        return slot
+        return self._slots[number]
+
+    def _take(self) -> int | None:
+        """A FREE slot: one never used (neighbours are written at once), one that was freed, or an evicted one."""
+        while self._next_unused in self._slots:
+            self._next_unused += 1
+        if self._next_unused < self.n_slots:
+            self._slots[self._next_unused] = _Slot()
+            return self._next_unused
+        if not self._free:
+            if not self._evictable:
+                return None
+            self._drop(self._evictable.popitem(last=False)[0])
+        return self._free.popleft()
 
     def _found_record(self, number: int) -> SlotRecord:
         record = self._expect(number, SlotState.PENDING, "judged").record
