@@ -64,15 +64,13 @@ class PathHealth:
         self._rests_until: dict[Path, float] = {}
 
     def failed(self, path: Path, now_s: float) -> None:
+        over = [other for other, until_s in self._rests_until.items() if until_s <= now_s]
+        for other in over:  # so that paths to peers that are gone are not kept for ever
+            del self._rests_until[other]
         self._rests_until[path] = now_s + self._rest_s
 
     def worked(self, path: Path) -> None:
         self._rests_until.pop(path, None)
-
-    def forget(self, peer: str) -> None:
-        """The engine at the other end is gone for good."""
-        for path in [path for path in self._rests_until if path.peer == peer]:
-            del self._rests_until[path]
 
     def is_resting(self, path: Path, now_s: float) -> bool:
         return self._rests_until.get(path, now_s) > now_s
