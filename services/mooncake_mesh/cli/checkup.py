@@ -138,7 +138,7 @@ def _devices(devices: Sequence[Device], rdma: RdmaConfig, grave: Verdict) -> Ite
             yield Finding(subject=device.name, verdict=Verdict.HINT, text=f"not usable: {refused}")
             continue
         near = "no NUMA node" if nic.numa_node is None else f"NUMA node {nic.numa_node}"
-        text = f"port {nic.port} ({nic.link_layer.value}), GID {nic.gid.index}: {nic.gid.address}, {near}"
+        text = f"port {nic.port} ({nic.link_layer.value}), GID {nic.gid.index}: {nic.gid.text}, {near}"
         yield Finding(subject=device.name, verdict=Verdict.GOOD, text=text)
     try:
         choose_nics(devices, rdma)

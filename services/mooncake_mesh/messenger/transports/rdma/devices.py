@@ -46,6 +46,12 @@ class Gid:
     def is_ipv4(self) -> bool:
         return self.address.ipv4_mapped is not None
 
+    @property
+    def text(self) -> str:
+        """The address as people write it."""
+        mapped = self.address.ipv4_mapped
+        return str(self.address) if mapped is None else f"::ffff:{mapped}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:

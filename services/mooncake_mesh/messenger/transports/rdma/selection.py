@@ -89,7 +89,7 @@ def _choose_gid(device: Device, port: Port, index: int | None) -> Gid:
         return _named_gid(device, port, index)
     usable = [gid for gid in port.gids if not gid.is_null and _is_routed(port, gid)]
     if not usable:
-        found = ", ".join(f"{gid.index}: {gid.address} ({gid.kind.value})" for gid in port.gids) or "none"
+        found = ", ".join(f"{gid.index}: {gid.text} ({gid.kind.value})" for gid in port.gids) or "none"
         raise NoUsableNic(
             f"{device.name}: port {port.number} has no address that is routed (GIDs: {found}); "
             "give its network interface an IP address, or name an entry with gid_index"
