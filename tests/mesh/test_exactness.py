@@ -1,0 +1,215 @@
+"""Greedy output through the mesh is transformers' own, token for token, whatever way the KVCache came."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import openai
+import pytest
+
+from mooncake_mesh.engine.model_files import DEFAULT_MODEL, resolve_model
+from mooncake_proto.control import StatusReport
+from tests.mesh.harness import Mesh
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests.mesh.greedy_reference import GreedyReference  # noqa: E402
+from tests.mesh.tiny_models import save_mamba, save_qwen2  # noqa: E402
+
+pytestmark = [pytest.mark.mesh, pytest.mark.model, pytest.mark.timeout(600)]
+
+N: Final = 64
+BLOCK: Final = 16
+UNCHUNKED: Final = 0
+# Below a block, a whole block, one less than three, whole blocks, and one over a chunk of 512. The seeds are those
+# whose greedy continuations have no near tie.
+PROMPTS: Final = ((5, 1), (16, 0), (47, 3), (128, 2), (300, 2), (513, 1), (1100, 3), (3000, 2))
+# A machine under load must not be told that it is too slow.
+PATIENT: Final = {"conductor": ["--ttft-slo-s=600", "--tbt-slo-s=60"]}
+
+
+class Served:
+    """A mesh with a client. Prompts and answers are token ids."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.client = openai.OpenAI(base_url=f"{mesh.http}/v1", api_key="none", max_retries=0, timeout=500)
+
+    def __enter__(self) -> "Served":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+
+    def complete(self, prompt: Sequence[int], **options: Any) -> openai.types.Completion:
+        options = {"max_tokens": N, "temperature": 0.0, **options}
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        return self.client.completions.create(model=self.mesh.model, prompt=list(prompt), extra_body=extra, **options)
+
+    def indexed_blocks(self, node: str) -> int:
+        return int(self.mesh.status().indexed_blocks.get(node, 0))
+
+    def wait_indexed(self, node: str, blocks: int) -> None:
+        """Wait until the conductor knows of *blocks* blocks on *node*."""
+
+        def look() -> StatusReport | None:
+            report = self.mesh.status()
+            return report if report.indexed_blocks.get(node, 0) >= blocks else None
+
+        self.mesh.wait(look, what=f"{blocks} indexed blocks on {node}")
+
+
+def tokens_of(answer: openai.types.Completion) -> list[int]:
+    return list(answer.choices[0].model_extra["token_ids"])
+
+
+def cached_tokens_of(answer: openai.types.Completion) -> int:
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[GreedyReference]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more of them spin against the workers of the mesh
+    yield GreedyReference(resolve_model(DEFAULT_MODEL))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """The real model in float32, with prefill chunks of the parameter's tokens."""
+    with (
+        Mesh(
+            engine="transformers",
+            model=DEFAULT_MODEL,
+            dtype="float32",
+            arena_bytes="768MiB",
+            flags={**PATIENT, "prefill": [f"--chunk-tokens={request.param}"]},
+            ready_s=120,
+        ) as mesh,
+        Served(mesh) as served,
+    ):
+        yield served
+
+
+chunks_of_512 = pytest.mark.parametrize("served", [512], indirect=True, scope="module")
+
+
+@pytest.mark.parametrize("served", [512, 64, UNCHUNKED], indirect=True, scope="module")
+def test_greedy_equals_generate(served: Served, reference: GreedyReference) -> None:
+    prompts = [reference.prompt(n_tokens, seed=seed) for n_tokens, seed in PROMPTS]
+    expected = [reference.greedy(prompt, N) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as threads:  # one batch of very different lengths
+        answers = list(threads.map(served.complete, prompts))
+    assert [tokens_of(answer) for answer in answers] == expected
+    assert [answer.usage.completion_tokens for answer in answers] == [N] * len(prompts)
+
+
+@chunks_of_512
+@pytest.mark.parametrize(("n_tokens", "seed", "cached"), [(300, 2, 288), (128, 2, 112)])
+def test_a_prefix_from_the_local_arena_changes_nothing(
+    served: Served, reference: GreedyReference, n_tokens: int, seed: int, cached: int
+) -> None:
+    """Of a prompt of whole blocks the last one is computed again: its last token's logits are needed."""
+    prompt = reference.prompt(n_tokens, seed=seed)
+    first, second = served.complete(prompt), served.complete(prompt)
+    assert cached_tokens_of(second) == cached
+    assert tokens_of(second) == tokens_of(first) == reference.greedy(prompt, N)
+
+
+@chunks_of_512
+def test_a_prefix_from_another_nodes_arena_changes_nothing(served: Served, reference: GreedyReference) -> None:
+    """The next turn: the blocks of the first answer lie where it was decoded, and come to the prefill node."""
+    prompt = reference.prompt(200, seed=2)
+    known = served.indexed_blocks("node1")
+    answer = tokens_of(served.complete(prompt))
+    assert answer == reference.greedy(prompt, N)
+    decoded_blocks = (len(prompt) + N - 1) // BLOCK  # the last token's KV was never computed
+    served.wait_indexed("node1", known + decoded_blocks)
+
+    turn = [*prompt, *answer, *reference.prompt(25, seed=1)]
+    second = served.complete(turn)
+    assert cached_tokens_of(second) == decoded_blocks * BLOCK > len(prompt)
+    fetched = served.mesh.wait_log("messenger0", "prefix_fetched", source=served.mesh.endpoint("messenger1"))
+    assert fetched["blocks"] == decoded_blocks - len(prompt) // BLOCK
+    assert tokens_of(second) == reference.greedy(turn, N)
+
+
+@chunks_of_512
+def test_seeded_samples_are_repeatable(served: Served, reference: GreedyReference) -> None:
+    prompt = reference.prompt(100, seed=3)
+    options = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+    first, second = served.complete(prompt, **options), served.complete(prompt, **options)
+    other = served.complete(prompt, **options | {"seed": 8})
+    assert (cached_tokens_of(first), cached_tokens_of(second)) == (0, 96)
+    assert tokens_of(first) == tokens_of(second) != tokens_of(other)
+    assert tokens_of(first) != reference.greedy(prompt, N)
+
+
+@chunks_of_512
+def test_a_seeded_request_survives_its_decode_worker(served: Served, reference: GreedyReference) -> None:
+    prompt = reference.prompt(60, seed=1)
+    options = {"temperature": 0.9, "seed": 11, "max_tokens": 96}
+    expected = tokens_of(served.complete(prompt, **options))
+    drawn: list[int] = []
+    killed_at = None
+    for chunk in served.complete(prompt, stream=True, **options):
+        drawn += chunk.choices[0].model_extra.get("token_ids", [])
+        if killed_at is None and len(drawn) >= 20:
+            killed_at = len(drawn)
+            served.mesh.kill("decode0")
+            served.mesh.start("decode0")
+    assert drawn == expected
+    assert killed_at is not None
+    landed = served.mesh.wait_log("decode0", "kv_landed")  # in its second life
+    assert not landed["job_id"].endswith(".0"), "an attempt of its own"
+    served.mesh.wait_healthy(60)
+
+
+def test_bfloat16_answers() -> None:
+    with (
+        Mesh(engine="transformers", model=DEFAULT_MODEL, dtype="bfloat16", flags=PATIENT, ready_s=120) as mesh,
+        Served(mesh) as served,
+    ):
+        answer = served.client.chat.completions.create(
+            model=DEFAULT_MODEL, messages=[{"role": "user", "content": "What is 2+2?"}], temperature=0, max_tokens=16
+        )
+    assert answer.choices[0].message.content.strip()
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert 0 < answer.usage.completion_tokens <= 16
+
+
+def test_another_architecture_equals_generate(tmp_path: Path) -> None:
+    """A folder with a random Qwen2, three layers, sliding through blocks and chunks."""
+    save_qwen2(tmp_path)
+    reference = GreedyReference(tmp_path)
+    prompts = [reference.prompt(n_tokens, seed=1) for n_tokens in (7, 64, 200)]
+    expected = [reference.greedy(prompt, N) for prompt in prompts]
+    assert len({tuple(tokens) for tokens in expected}) == 3
+    with (
+        Mesh(
+            engine="transformers",
+            model=str(tmp_path),
+            dtype="float32",
+            flags={**PATIENT, "prefill": ["--chunk-tokens=32"]},
+            ready_s=120,
+        ) as mesh,
+        Served(mesh) as served,
+    ):
+        answers = [served.complete(prompt) for prompt in prompts]
+        again = served.complete(prompts[2])
+    assert [tokens_of(answer) for answer in [*answers, again]] == [*expected, expected[2]]
+    assert cached_tokens_of(again) == 192
+
+
+def test_an_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    save_mamba(tmp_path)
+    command = [sys.executable, "-m", "mooncake_mesh", "up", "--port=0", f"--model={tmp_path}"]
+    end = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert end.returncode != 0
+    assert end.stdout == ""
+    assert "MambaForCausalLM is not supported: it keeps a state that is no KVCache" in end.stderr
