@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from uuid import uuid4
 
 import numpy as np
@@ -22,7 +22,7 @@ import uvloop
 
 from bench.transfer_child import Answer, Question, give, read_question, ready, timed_async
 from mooncake_mesh.kv.block_hash import join_keys
-from mooncake_mesh.mesh.arena import Holder, borrow_to_write
+from mooncake_mesh.mesh.arena import BorrowedArena, Holder, borrow_to_write
 from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_proto.control import Ok
 from mooncake_proto.ids import BlockKey, InstanceId, JobId, TransferId, new_incarnation
@@ -64,18 +64,22 @@ class Node:
         command = [sys.executable, "-m", "mooncake_mesh", "messenger", *[f"--{k}={v}" for k, v in flags.items()]]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         self.rpc = RpcClient(self.endpoint)
+        self.arena: BorrowedArena | None = None
         self._me = Holder(instance_id=InstanceId(f"worker-{name}"), incarnation=new_incarnation())
 
     async def attach(self, block_bytes: int) -> None:
         """Say how large blocks are, and map the arena."""
         attach = Attach(instance_id=self._me.instance_id, incarnation=self._me.incarnation, block_bytes=block_bytes)
         info = await self.rpc.call(attach, ArenaInfo, timeout_s=_TIMEOUT_S)
-        self.n_blocks = info.n_blocks
+        self.n_blocks, self.block_bytes = info.n_blocks, info.block_bytes
         self.arena = await borrow_to_write(info.socket_path, self._me)
 
-    def touch(self) -> None:
-        """First writes into new memory pay page faults."""
-        np.frombuffer(self.arena.arena.view, np.uint8)[:] = 7
+    @property
+    def content(self) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """The arena's blocks, one a row."""
+        assert self.arena is not None, "attach first"
+        size = self.n_blocks * self.block_bytes
+        return np.frombuffer(self.arena.arena.view[:size], np.uint8).reshape(self.n_blocks, self.block_bytes)
 
     def acquire(
         self,
@@ -107,6 +111,8 @@ class Node:
         await self.rpc.call(Release(job_id=job_id), Ok, timeout_s=_TIMEOUT_S)
 
     def close(self) -> None:
+        if self.arena is not None:
+            self.arena.close()
         self.rpc.close()
         self.process.terminate()
         self.process.wait()
@@ -147,14 +153,14 @@ async def _start_pair(folder: Path, transport: str, block_bytes: int) -> tuple[N
     b = Node(f"b{block_bytes}", folder, transport, blocks_a // 2 * block_bytes)
     await a.attach(block_bytes)
     await b.attach(block_bytes)
-    a.touch()
-    b.touch()
+    for node in (a, b):
+        node.content[:] = 7  # first writes into new memory pay page faults
     return a, b
 
 
 async def _measure(question: Question, a: Node, b: Node) -> Answer:
     if question.op == "put":
-        return await timed_async(question, lambda _: put(a, b, question.batch))
+        return await _measure_puts(question, a, b)
     if question.op == "singly":
 
         async def many_at_once(_: int) -> None:
@@ -170,26 +176,41 @@ async def _measure(question: Question, a: Node, b: Node) -> Answer:
     return await timed_async(question, get)
 
 
-async def put(a: Node, b: Node, n_blocks: int) -> None:
-    """Move *n_blocks* of A into fresh blocks of B."""
+async def _measure_puts(question: Question, a: Node, b: Node) -> Answer:
+    """What a put moves was computed in place before: its blocks are reserved off the clock."""
+    held: list[JobId] = []
+
+    async def reserve(_: int) -> None:
+        held.append(await hold(a, question.batch))
+
+    async def work(_: int) -> None:
+        await put(a, b, question.batch, held.pop())
+
+    return await timed_async(question, work, reserve)
+
+
+async def put(a: Node, b: Node, n_blocks: int, held: JobId | None = None) -> None:
+    """Move *n_blocks* that a job of A holds (one is made for it otherwise) into fresh blocks of B."""
     transfer_id = TransferId(uuid4().hex)
-    here, there = JobId(f"send-{transfer_id}"), JobId(f"land-{transfer_id}")
-    async with asyncio.TaskGroup() as tasks:
-        landed = tasks.create_task(_until_landed(b, there, n_blocks, transfer_id))
-        await a.acquire(here, n_blocks)
-        a.rpc.post(
-            StartSend(
-                job_id=here, transfer_id=transfer_id, target=b.endpoint, n_blocks=n_blocks, layers=1, deadline_s=30.0
-            )
-        )
-        a.rpc.post(SliceReady(transfer_id=transfer_id, layer=0, n_layers=1, first_block=0, n_blocks=n_blocks))
-        await a.rpc.call(FinishSend(transfer_id=transfer_id), SendReport, timeout_s=_TIMEOUT_S)
-        await landed
-    await b.release(there)
+    here = held or await hold(a, n_blocks)
+    there = JobId(f"land-{transfer_id}")
+    start = StartSend(
+        job_id=here, transfer_id=transfer_id, target=b.endpoint, n_blocks=n_blocks, layers=1, deadline_s=_TIMEOUT_S
+    )
+    a.rpc.post(start)
+    a.rpc.post(SliceReady(transfer_id=transfer_id, layer=0, n_layers=1, first_block=0, n_blocks=n_blocks))
+    await asyncio.gather(
+        b.acquire(there, n_blocks, landing=transfer_id, layers=1),
+        a.rpc.call(FinishSend(transfer_id=transfer_id), SendReport, timeout_s=_TIMEOUT_S),
+    )
+    b.rpc.post(Release(job_id=there))
 
 
-async def _until_landed(b: Node, job_id: JobId, n_blocks: int, transfer_id: TransferId) -> None:
-    await b.acquire(job_id, n_blocks, landing=transfer_id, layers=1)
+async def hold(a: Node, n_blocks: int) -> JobId:
+    """A job of A with blocks to send. Sending ends it."""
+    job_id = JobId(uuid4().hex)
+    await a.acquire(job_id, n_blocks)
+    return job_id
 
 
 async def _fill(a: Node) -> list[BlockKey]:
@@ -208,7 +229,7 @@ async def _get(a: Node, b: Node, keys: list[BlockKey]) -> None:
     got = await b.acquire(job_id, len(keys), keys=join_keys(keys), fetch_from=a.endpoint)
     if got.cached_blocks != len(keys):
         raise RuntimeError(f"{got.cached_blocks} of {len(keys)} blocks came")
-    await b.release(job_id)
+    b.rpc.post(Release(job_id=job_id))
 
 
 if __name__ == "__main__":

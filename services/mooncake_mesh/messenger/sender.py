@@ -23,7 +23,8 @@ from mooncake_proto.transfer import AbortTransfer, ArenaInfo, OpenTransfer, Send
 
 log = structlog.get_logger(__name__)
 
-_BATCH_BYTES: Final = 8 << 20
+_BATCH_BYTES: Final = 4 << 20
+_BATCHES_UNDER_WAY: Final = 3
 _INLINE_BYTES: Final = 64 << 10
 _ACK_TIMEOUT_S: Final = 30.0
 
@@ -144,18 +145,32 @@ class Sender:
         return LinkPath(self._tcp[address], bytes.fromhex(plan.token), self._arena)
 
     async def _stream(self, sending: _Sending, path: SendPath) -> None:
+        """A few batches are under way at a time: one is sealed while another travels. Raises TransferError."""
         outbound = sending.outbound
-        while True:
-            sending.wake.clear()
-            batch = outbound.take(_BATCH_BYTES)
-            if batch:
-                await path.send(await self._sealed(batch))
-                outbound.acknowledged(batch)
-                self.sent_bytes += sum(piece.size_bytes for piece in batch)
-            elif outbound.is_finishing:
-                return
-            else:
-                await sending.wake.wait()
+        places = asyncio.Semaphore(_BATCHES_UNDER_WAY)
+        try:
+            async with asyncio.TaskGroup() as batches:
+                while True:
+                    await places.acquire()
+                    sending.wake.clear()
+                    batch = outbound.take(_BATCH_BYTES)
+                    if batch:
+                        batches.create_task(self._send_batch(outbound, batch, path, places))
+                        continue
+                    places.release()
+                    if outbound.is_finishing:
+                        break
+                    await sending.wake.wait()
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+
+    async def _send_batch(
+        self, outbound: Outbound, batch: Sequence[OutgoingSlice], path: SendPath, places: asyncio.Semaphore
+    ) -> None:
+        await path.send(await self._sealed(batch))
+        outbound.acknowledged(batch)
+        self.sent_bytes += sum(piece.size_bytes for piece in batch)
+        places.release()
 
     async def _sealed(self, batch: Sequence[OutgoingSlice]) -> list[SealedSlice]:
         if self._checksums is ChecksumKind.NONE:

@@ -6,10 +6,12 @@ taken after the copy, over the receiver's bytes: it covers the copy itself and a
 """
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
 
 import numpy as np
 import structlog
@@ -23,6 +25,8 @@ from mooncake_proto.ids import Incarnation, TransferId
 from mooncake_proto.transfer import ArenaInfo, OfferedSlice, SliceAck, SliceOffer
 
 log = structlog.get_logger(__name__)
+
+_TWO_THREADS_BYTES: Final = 512 << 10
 
 
 class ShmSendPath:
@@ -102,23 +106,34 @@ class Copy:
 async def copy_in(
     copies: Sequence[Copy], source: BorrowedArena, arena: memoryview, threads: ThreadPoolExecutor
 ) -> None:
-    """Copy all of *copies* on a thread. Raises SliceLost for an offset outside the source, or ChecksumMismatch.
+    """Copy all of *copies* on threads. Raises SliceLost for an offset outside the source, or ChecksumMismatch.
 
     Returns, also when cancelled, only after the last byte was written.
     """
     source.in_use += 1
-    work = asyncio.get_running_loop().run_in_executor(threads, _copy_all, copies, source.arena.view, arena)
-    try:
-        await asyncio.shield(work)
-    except asyncio.CancelledError:
-        while not work.done():
-            with suppress(
-                asyncio.CancelledError
-            ):  # a second one comes when the call's deadline follows its cancellation
-                await asyncio.wait([work])
-        raise
-    finally:
-        source.in_use -= 1
+    loop = asyncio.get_running_loop()
+    works = [loop.run_in_executor(threads, _copy_all, part, source.arena.view, arena) for part in _shares(copies)]
+    cancelled: asyncio.CancelledError | None = None
+    while not all(work.done() for work in works):
+        try:
+            await asyncio.wait(works)
+        except asyncio.CancelledError as error:  # a second one comes when the call's deadline follows its cancellation
+            cancelled = error
+    source.in_use -= 1
+    failures = [failure for work in works if (failure := work.exception()) is not None]
+    if cancelled is not None:
+        raise cancelled
+    if failures:
+        raise failures[0]
+
+
+def _shares(copies: Sequence[Copy]) -> list[Sequence[Copy]]:
+    """*copies* for one thread, or two halves of about the same size where that is worth a second one."""
+    sizes = list(accumulate(copy.destination.size_bytes for copy in copies))
+    if len(copies) < 2 or sizes[-1] < _TWO_THREADS_BYTES:
+        return [copies]
+    middle = 1 + bisect_left(sizes, sizes[-1] // 2)
+    return [part for part in (copies[:middle], copies[middle:]) if part]
 
 
 def _copy_all(copies: Sequence[Copy], source: memoryview, arena: memoryview) -> None:
