@@ -1,0 +1,307 @@
+"""The mesh under virtual time: the cores of conductor, prefill, decode and messenger, with a heap for their sockets.
+
+There is no scheduler here. Where a request goes, which job is next, who is in a batch, which block is evicted: the
+very objects decide that run in the live processes. What is simulated is their surroundings: messages take no time,
+work takes what the node's kind says, bytes leave a node in order at its bandwidth.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Final
+
+from bench.nodes import NODES, NodeKind
+from bench.simulator_clock import VirtualClock
+from bench.simulator_decode import DecodeShell, blocks_in_use
+from bench.simulator_flight import Flight
+from bench.simulator_node import INCARNATION, MODEL, SimNode
+from bench.simulator_prefill import PrefillShell
+from bench.simulator_results import LoadSample, RequestRecord, RunResult
+from bench.traces import BLOCK_TOKENS, TraceRequest
+from mooncake_mesh.conductor.core import ConductorCore
+from mooncake_mesh.kv.block_hash import join_keys
+from mooncake_mesh.kv.eviction import EvictionKind
+from mooncake_mesh.kv.prefix_index import PrefixIndex
+from mooncake_mesh.mesh.peers import PeerTable
+from mooncake_mesh.policy.views import Objectives
+from mooncake_proto.ids import JobId
+from mooncake_proto.serving import Rejected, Schedule
+
+_SAMPLE_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSetup:
+    """One simulated mesh. ``objectives`` without limits admit everything that can be placed.
+
+    ``max_new_tokens`` is what requests ask for: their true lengths are no secret to the engine, but to the scheduler.
+    ``decode_shares`` lets the conductor find what decode nodes hold, as in the live system; the papers' algorithm
+    looks at prefill nodes only. ``longest_window_steps`` = 1 steps one by one.
+    """
+
+    prefill: int
+    decode: int
+    kind: NodeKind = NODES["8xa800"]
+    objectives: Objectives = field(default_factory=Objectives)
+    chunk_tokens: int = 0
+    max_batch: int = 1024
+    max_new_tokens: int = 2048
+    block_tokens: int = BLOCK_TOKENS
+    prefill_blocks: int | None = None
+    decode_blocks: int | None = None
+    eviction: EvictionKind = EvictionKind.LRU
+    heartbeat_s: float = 0.5
+    decode_shares: bool = False
+    longest_window_steps: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if self.prefill < 1 or self.decode < 0:
+            raise ValueError(f"a mesh needs prefill instances, got {self.prefill}P{self.decode}D")
+
+
+Progress = Callable[[int], None]
+
+
+def simulate(
+    requests: Sequence[TraceRequest], setup: MeshSetup, *, name: str = "", progress: Progress | None = None
+) -> RunResult:
+    """Run *requests*, in order of arrival, to the last token. Equal arguments give equal results, everywhere.
+
+    *progress* is called with the number of requests that have arrived.
+    """
+    started_s = perf_counter()
+    run = _Run(requests, setup, progress)
+    result = run.to_the_end(name or f"{setup.prefill}P{setup.decode}D")
+    result.wall_s = perf_counter() - started_s
+    return result
+
+
+class _Run:
+    """The shells, and between them what the gateway and the network do in a live mesh."""
+
+    def __init__(self, requests: Sequence[TraceRequest], setup: MeshSetup, progress: Progress | None) -> None:
+        self._requests = requests
+        self._setup = setup
+        self._progress = progress
+        self._clock = VirtualClock()
+        self._conductor = ConductorCore(
+            incarnation=INCARNATION,
+            peers=PeerTable(suspect_after_s=1e9, dead_after_s=2e9, forget_after_s=3e9),
+            index=PrefixIndex(max_entries=1 << 40),
+            cost=setup.kind,
+            objectives=setup.objectives,
+            started_s=0.0,
+        )
+        self._holders: dict[str, SimNode] = {}
+        self._prefill = [self._prefill_shell(i) for i in range(setup.prefill)]
+        self._decode = [self._decode_shell(i) for i in range(setup.decode or 1)]
+        self._prefill_of = {shell.member.instance_id: shell for shell in self._prefill}
+        self._decode_of = {shell.member.instance_id: shell for shell in self._decode}
+        self._records = [_record(i, request, setup.block_tokens) for i, request in enumerate(requests)]
+        self._samples: list[LoadSample] = []
+        self._open = 0
+        self._arrived = 0
+        self._jobs = 0
+        self._preempted = 0
+
+    def to_the_end(self, name: str) -> RunResult:
+        self._beat()
+        self._sample()
+        if self._requests:
+            self._clock.at(self._requests[0].arrival_s, self._arrive)
+        self._clock.run()
+        nodes = [shell.node for shell in self._prefill] + [shell.node for shell in self._decode]
+        return RunResult(
+            name=name,
+            records=self._records,
+            samples=self._samples,
+            preempted=self._preempted,
+            events=self._clock.events,
+            transferred_bytes=sum(node.link.sent_bytes for node in nodes),
+        )
+
+    # --- the nodes ----------------------------------------------------------------------------------------------------
+
+    def _node(self, name: str, n_blocks: int) -> SimNode:
+        node = SimNode(
+            name,
+            self._setup.kind,
+            self._clock,
+            self._conductor,
+            block_tokens=self._setup.block_tokens,
+            n_blocks=n_blocks,
+            eviction=self._setup.eviction,
+        )
+        self._holders[node.endpoint] = node
+        return node
+
+    def _prefill_shell(self, i: int) -> PrefillShell:
+        setup = self._setup
+        n_blocks = setup.prefill_blocks or setup.kind.dram_kv_tokens // setup.block_tokens
+        return PrefillShell(
+            self._node(f"p{i:03d}", n_blocks),
+            f"prefill{i:03d}",
+            block_tokens=setup.block_tokens,
+            chunk_tokens=setup.chunk_tokens,
+            holders=self._holders,
+            on_computing=self._send,
+            on_computed=self._computed,
+        )
+
+    def _decode_shell(self, i: int) -> DecodeShell:
+        setup = self._setup
+        n_blocks = setup.decode_blocks or setup.kind.vram_kv_tokens // setup.block_tokens
+        return DecodeShell(
+            self._node(f"d{i:03d}", n_blocks),
+            f"decode{i:03d}",
+            block_tokens=setup.block_tokens,
+            max_batch=setup.max_batch,
+            longest_window_steps=setup.longest_window_steps,
+            shares=setup.decode_shares,
+            on_room=self._send,
+            on_finished=self._finished,
+            on_preempted=self._preempt,
+        )
+
+    # --- time that passes ---------------------------------------------------------------------------------------------
+
+    @property
+    def _is_over(self) -> bool:
+        return self._arrived == len(self._requests) and not self._open
+
+    def _beat(self) -> None:
+        now_s = self._clock.now_s
+        for prefill in self._prefill:
+            prefill.node.beat()
+            self._conductor.heartbeat(prefill.member.instance_id, INCARNATION, prefill.load(), now_s)
+        for decode in self._decode:
+            decode.node.beat()
+            self._conductor.heartbeat(decode.member.instance_id, INCARNATION, decode.load(), now_s)
+        if not self._is_over:
+            self._clock.at(now_s + self._setup.heartbeat_s, self._beat)
+
+    def _sample(self) -> None:
+        self._samples.append(
+            LoadSample(
+                time_s=self._clock.now_s,
+                prefill_busy=sum(shell.is_computing for shell in self._prefill),
+                prefill_queued=sum(len(shell.flights) for shell in self._prefill),
+                decode_running=sum(shell.running for shell in self._decode),
+                decode_share=blocks_in_use(self._decode),
+            )
+        )
+        if not self._is_over:
+            self._clock.at(self._clock.now_s + _SAMPLE_S, self._sample)
+
+    # --- the gateway's part -------------------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        i = self._arrived
+        self._arrived += 1
+        if self._progress is not None:
+            self._progress(self._arrived)
+        if self._arrived < len(self._requests):
+            self._clock.at(self._requests[self._arrived].arrival_s, self._arrive)
+        request = self._requests[i]
+        keys = join_keys(request.keys[: request.input_tokens // self._setup.block_tokens])
+        flight = self._place(request, self._records[i], keys, request.input_tokens, 0)
+        if flight is not None:
+            self._start(flight)
+
+    def _place(
+        self, request: TraceRequest, record: RequestRecord, keys: bytes, prompt_tokens: int, drawn: int
+    ) -> Flight | None:
+        """Ask the conductor; a refusal ends the request, as the gateway passes it on."""
+        self._jobs += 1
+        job_id = JobId(f"job{self._jobs}")
+        schedule = Schedule(
+            job_id=job_id,
+            model=MODEL,
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=max(1, self._setup.max_new_tokens - drawn),
+            keys=keys,
+        )
+        answer = self._conductor.schedule(schedule, self._clock.now_s)
+        if isinstance(answer, Rejected):
+            record.refused = answer.reason
+            return None
+        record.prefill = answer.prefill.instance_id
+        record.decode = answer.decode.instance_id
+        if not drawn:
+            record.ttft_est_s = answer.ttft_est_s
+        return Flight(
+            request=request,
+            record=record,
+            placement=answer,
+            job_id=job_id,
+            keys=keys,
+            prompt_tokens=prompt_tokens,
+            drawn=drawn,
+        )
+
+    def _start(self, flight: Flight) -> None:
+        self._open += 1
+        if self._draws_more(flight):
+            self._decode_of[flight.placement.decode.instance_id].submit(flight, flight.request.output_tokens)
+        prefill = self._prefill_of[flight.placement.prefill.instance_id]
+        prefill.submit(flight, self._setup.max_new_tokens)
+
+    @staticmethod
+    def _draws_more(flight: Flight) -> bool:
+        return flight.request.output_tokens > flight.drawn + 1
+
+    # --- from prefill to decode ---------------------------------------------------------------------------------------
+
+    def _send(self, flight: Flight) -> None:
+        """KV streams as soon as it is computed and has a place to land; the link takes it in order."""
+        if not (flight.has_decode_blocks and flight.computing_since_s == flight.computing_since_s):
+            return
+        source = self._prefill_of[flight.placement.prefill.instance_id].node
+        flight.sent_s = source.link.send(self._clock.now_s, flight.arriving_blocks * source.block_bytes)
+        self._perhaps_land(flight)
+
+    def _computed(self, flight: Flight) -> None:
+        now_s = self._clock.now_s
+        flight.is_computed = True
+        if flight.is_first_job:
+            flight.record.first_token_s = now_s
+        flight.token_at(now_s)
+        if self._draws_more(flight):
+            self._perhaps_land(flight)
+            return
+        self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
+        self._finished(flight)
+
+    def _perhaps_land(self, flight: Flight) -> None:
+        if flight.is_computed and flight.sent_s == flight.sent_s:
+
+            def land() -> None:
+                self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
+                self._decode_of[flight.placement.decode.instance_id].landed(flight)
+
+            self._clock.at(flight.sent_s, land)
+
+    def _finished(self, flight: Flight) -> None:
+        self._open -= 1
+        flight.finished(self._clock.now_s)
+
+    def _preempt(self, flight: Flight, drawn: int) -> None:
+        """As the gateway does it: placed again with prompt and tokens so far. Refused, the request ends unfinished."""
+        self._preempted += 1
+        self._open -= 1
+        tokens = flight.request.input_tokens + drawn
+        again = self._place(flight.request, flight.record, flight.keys, tokens, drawn)
+        if again is not None:
+            again.intervals = flight.intervals
+            again.last_token_s = flight.last_token_s
+            self._start(again)
+
+
+def _record(i: int, request: TraceRequest, block_tokens: int) -> RequestRecord:
+    return RequestRecord(
+        index=i,
+        arrival_s=request.arrival_s,
+        input_tokens=request.input_tokens,
+        output_tokens=request.output_tokens,
+        input_blocks=-(-request.input_tokens // block_tokens),
+    )

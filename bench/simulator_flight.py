@@ -1,0 +1,46 @@
+"""One request on its way through a simulated mesh, and the interface between the shells that it passes."""
+
+import math
+from dataclasses import dataclass, field
+
+from bench.simulator_results import Interval, RequestRecord, longest_mean_s, mean_s
+from bench.traces import TraceRequest
+from mooncake_proto.ids import JobId
+from mooncake_proto.serving import Placement
+
+
+@dataclass(slots=True)
+class Flight:
+    """A job of a request. ``drawn`` tokens came from earlier jobs of it; ``intervals`` are all it has had so far."""
+
+    request: TraceRequest
+    record: RequestRecord
+    placement: Placement
+    job_id: JobId
+    keys: bytes
+    prompt_tokens: int
+    drawn: int
+    intervals: list[Interval] = field(default_factory=list)
+    last_token_s: float = math.nan
+    computing_since_s: float = math.nan
+    has_decode_blocks: bool = False
+    is_computed: bool = False
+    arriving_blocks: int = 0
+    sent_s: float = math.nan
+    log_start: int = -1
+
+    @property
+    def is_first_job(self) -> bool:
+        return self.drawn == 0
+
+    def token_at(self, now_s: float) -> None:
+        """A token that belongs to no step: prefill drew it."""
+        if not math.isnan(self.last_token_s):
+            self.intervals.append((now_s - self.last_token_s, 1))
+        self.last_token_s = now_s
+
+    def finished(self, now_s: float) -> None:
+        """All tokens are there: the record is complete."""
+        self.record.finished_s = now_s
+        self.record.tbt_s = longest_mean_s(self.intervals)
+        self.record.tbt_mean_s = mean_s(self.intervals)

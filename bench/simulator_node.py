@@ -1,0 +1,122 @@
+"""The node of a simulated instance: its messenger's core, the link that leaves it, and its word to the conductor."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from bench.nodes import NodeKind
+from bench.simulator_clock import Link, VirtualClock
+from mooncake_mesh.conductor.core import ConductorCore
+from mooncake_mesh.kv.block_pool import NoRoom
+from mooncake_mesh.kv.eviction import EvictionKind
+from mooncake_mesh.messenger.core import MessengerCore
+from mooncake_proto.control import Load, Member, ModelCard, Role
+from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId
+from mooncake_proto.kvcache import KvEvent, KvEvents
+from mooncake_proto.transfer import Acquire, Acquired
+
+INCARNATION: Final = Incarnation("0" * 16)
+MODEL: Final = "simulated"
+
+
+class SimNode:
+    """A messenger and its pool. Jobs that find no room wait for it in order, as with the live messenger."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: NodeKind,
+        clock: VirtualClock,
+        conductor: ConductorCore,
+        *,
+        block_tokens: int,
+        n_blocks: int,
+        eviction: EvictionKind,
+    ) -> None:
+        self.kind = kind
+        self.clock = clock
+        self.node_id = NodeId(name)
+        self.endpoint = f"sim://{name}/messenger"
+        self.block_bytes = block_tokens * kind.kv_token_bytes
+        self.messenger = MessengerCore(n_blocks=n_blocks, block_bytes=self.block_bytes, eviction=eviction)
+        self.link = Link(kind.network_bytes_per_s)
+        self._conductor = conductor
+        self._next_seq = 1
+        self._waiting: deque[tuple[Acquire, Callable[[Acquired], None]]] = deque()
+        self._load: Load | None = None
+        messenger = _member(Role.MESSENGER, InstanceId(f"{name}-messenger"), self.node_id, self.endpoint, None)
+        self.messenger_member = messenger
+        conductor.register(messenger, clock.now_s)
+
+    def register_worker(self, role: Role, instance_id: InstanceId, block_tokens: int) -> Member:
+        """Register the worker of this node; the member it is."""
+        card = ModelCard(
+            name=MODEL,
+            fingerprint=self.kind.name,
+            dtype="bfloat16",
+            block_tokens=block_tokens,
+            block_bytes=self.block_bytes,
+            max_context_tokens=1 << 20,
+        )
+        member = _member(role, instance_id, self.node_id, f"sim://{self.node_id}/worker", card)
+        self._conductor.register(member, self.clock.now_s)
+        return member
+
+    def acquire(self, request: Acquire, then: Callable[[Acquired], None]) -> None:
+        """Blocks for a job, now or when there is room and everybody who came before has theirs."""
+        if self._waiting:
+            self._waiting.append((request, then))
+            return
+        got = self.messenger.acquire(request, self.clock.now_s)
+        if isinstance(got, NoRoom):
+            self._waiting.append((request, then))
+        else:
+            self.publish()
+            then(got)
+
+    def release(self, job_id: JobId) -> None:
+        """End a job; whoever waited for its room gets it."""
+        self.messenger.release(job_id, "over")
+        while self._waiting:
+            request, then = self._waiting[0]
+            got = self.messenger.acquire(request, self.clock.now_s)
+            if isinstance(got, NoRoom):
+                break
+            self._waiting.popleft()
+            then(got)
+        self.publish()
+
+    def publish(self) -> None:
+        """Tell the conductor which keys this node began and ceased to hold."""
+        events = self.messenger.drain_events()
+        if not events:
+            return
+        batch = KvEvents(
+            node_id=self.node_id,
+            incarnation=INCARNATION,
+            first_seq=self._next_seq,
+            events=tuple(KvEvent(change=event.change, key=event.key.hex()) for event in events),
+        )
+        self._next_seq += len(events)
+        self._conductor.kv_events(batch)
+
+    def beat(self) -> None:
+        """The messenger's heartbeat. One object as long as nothing changes: a run has hundreds of thousands."""
+        pool = self.messenger.pool
+        free, cached, evictable = pool.free_blocks, pool.sealed_blocks, pool.evictable_blocks
+        load = self._load
+        if load is None or (load.blocks_free, load.blocks_cached, load.blocks_evictable) != (free, cached, evictable):
+            load = self._load = Load(
+                blocks_total=pool.n_blocks,
+                blocks_free=free,
+                blocks_cached=cached,
+                blocks_evictable=evictable,
+                transferred_bytes=self.link.sent_bytes,
+            )
+        self._conductor.heartbeat(self.messenger_member.instance_id, INCARNATION, load, self.clock.now_s)
+
+
+def _member(role: Role, instance_id: InstanceId, node_id: NodeId, endpoint: str, model: ModelCard | None) -> Member:
+    return Member(
+        role=role, instance_id=instance_id, node_id=node_id, incarnation=INCARNATION, endpoint=endpoint, model=model
+    )

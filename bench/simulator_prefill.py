@@ -1,0 +1,204 @@
+"""The shell of a prefill instance: its core decides, the cost model says when the work is done.
+
+As in the live worker, the jobs next in line get their blocks, and fetch their prefix, while another one computes; KV
+leaves for the decode node while it is computed.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from bench.simulator_flight import Flight
+from bench.simulator_node import INCARNATION, SimNode
+from mooncake_mesh.errors import NoFreeBlocks
+from mooncake_mesh.kv.block_hash import join_keys, split_keys
+from mooncake_mesh.messenger.landing import SliceSpan
+from mooncake_mesh.prefill.core import JobStage, PrefillCore, QueuedJob, QueueFull
+from mooncake_proto.control import Load, Member, Role
+from mooncake_proto.ids import InstanceId, JobId, TransferId
+from mooncake_proto.serving import PrefillJob, Sampling, Stopping
+from mooncake_proto.transfer import Acquire, Acquired, PushBlocks
+
+_AHEAD_JOBS: Final = 2
+"""Jobs that have their blocks before their turn: one in the worker's queue, one that waits to be put there."""
+
+_RATE_MEMORY: Final = 0.8
+_SAMPLING: Final = Sampling(temperature=0.0)
+
+
+class PrefillShell:
+    """One prefill instance. ``on_computed`` hears of each first token, ``on_computing`` of each start."""
+
+    def __init__(
+        self,
+        node: SimNode,
+        name: str,
+        *,
+        block_tokens: int,
+        chunk_tokens: int,
+        holders: dict[str, SimNode],
+        on_computing: Callable[[Flight], None],
+        on_computed: Callable[[Flight], None],
+    ) -> None:
+        self.node = node
+        self.core = PrefillCore(chunk_tokens=chunk_tokens, block_tokens=block_tokens, max_queued_jobs=1 << 30)
+        self.member: Member = node.register_worker(Role.PREFILL, InstanceId(name), block_tokens)
+        self.flights: dict[JobId, Flight] = {}
+        self.is_computing = False
+        self._block_tokens = block_tokens
+        self._holders = holders
+        self._on_computing = on_computing
+        self._on_computed = on_computed
+        self._ready: deque[QueuedJob] = deque()
+        self._is_acquiring = False
+        self._tokens_per_s = 0.0
+
+    def load(self) -> Load:
+        return Load(
+            queued_jobs=self.core.queued_jobs,
+            queued_tokens=self.core.queued_tokens,
+            running_jobs=self.core.running_jobs,
+            prefill_tokens_per_s=self._tokens_per_s,
+            queued_prompts=self.core.queued_prompts(),
+            prefills=self.core.prefills,
+            recent_prefills=self.core.recent_prefills(),
+        )
+
+    def submit(self, flight: Flight, max_new_tokens: int) -> None:
+        placement = flight.placement
+        job = PrefillJob(
+            job_id=flight.job_id,
+            transfer_id=TransferId(f"kv-{flight.job_id}"),
+            incarnation=INCARNATION,
+            tokens=bytes(4 * flight.prompt_tokens),
+            keys=flight.keys,
+            sampling=_SAMPLING,
+            stopping=Stopping(max_new_tokens=max_new_tokens),
+            drawn_tokens=flight.drawn,
+            stream_endpoint="sim://gateway",
+            decode=placement.decode,
+            deadline_s=float("inf"),
+            fetch_from=placement.fetch_from,
+            fetch_prefix_blocks=placement.fetch_prefix_blocks,
+            local_prefix_blocks=placement.local_prefix_blocks,
+        )
+        entry = self.core.submit(job, self.node.clock.now_s)
+        assert not isinstance(entry, QueueFull), "the simulated queue has no end"
+        self.flights[flight.job_id] = flight
+        self._acquire_next()
+
+    # --- blocks and prefix --------------------------------------------------------------------------------------------
+
+    def _acquire_next(self) -> None:
+        if self._is_acquiring or len(self._ready) >= _AHEAD_JOBS:
+            return
+        entry = self.core.next_job()
+        if entry is None:
+            return
+        self._is_acquiring = True
+        job = entry.job
+        request = Acquire(
+            job_id=job.job_id,
+            instance_id=self.member.instance_id,
+            incarnation=INCARNATION,
+            keys=job.keys,
+            n_blocks=-(-entry.prompt_tokens // self._block_tokens),
+            max_cached_blocks=(entry.prompt_tokens - 1) // self._block_tokens,
+            fetch_from=job.fetch_from,
+            fetch_blocks=job.fetch_prefix_blocks,
+        )
+        if not (job.fetch_from and self._fetch(entry, request)):
+            self._acquire(entry, request)
+
+    def _fetch(self, entry: QueuedJob, request: Acquire) -> bool:
+        """Start to copy what is missing of the prefix; whether there is anything to wait for."""
+        mine, now_s = self.node.messenger, self.node.clock.now_s
+        missing = mine.missing_prefix(request)
+        source = self._holders[request.fetch_from]
+        if not missing:
+            return False
+        transfer_id = TransferId(f"prefix-{request.job_id}")
+        try:
+            landing = mine.open_fetch(transfer_id, request, missing, now_s)
+        except NoFreeBlocks:
+            return False
+        push = PushBlocks(
+            transfer_id=transfer_id, target=self.node.endpoint, keys=join_keys(missing), deadline_s=float("inf")
+        )
+        n_blocks = source.messenger.start_push(push, self.member.instance_id, INCARNATION).n_blocks
+        sent_s = source.link.send(now_s, n_blocks * self.node.block_bytes)
+
+        def landed() -> None:
+            landing.shorten(n_blocks)
+            spans = [SliceSpan(logical=i, layer=0, n_layers=1) for i in range(n_blocks)]
+            landing.written(landing.admit(spans, mine.pool), mine.pool, self.node.clock.now_s)
+            mine.settle(landing)
+            source.release(JobId(f"push-{transfer_id}"))
+            self.node.release(JobId(transfer_id))
+            self._acquire(entry, request)
+
+        self.node.clock.at(sent_s, landed)
+        return True
+
+    def _acquire(self, entry: QueuedJob, request: Acquire) -> None:
+        def acquired(got: Acquired) -> None:
+            self._is_acquiring = False
+            self.core.acquired(entry, got.blocks, got.cached_blocks)
+            self._ready.append(entry)
+            self._compute_next()
+            self._acquire_next()
+
+        self.node.acquire(request, acquired)
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    def _compute_next(self) -> None:
+        if self.is_computing or not self._ready:
+            return
+        entry = self._ready.popleft()
+        flight = self.flights[entry.job.job_id]
+        self.is_computing = True
+        self.core.move(entry, JobStage.COMPUTING)
+        now_s = self.node.clock.now_s
+        entry.started_s = now_s
+        flight.computing_since_s = now_s
+        self._on_computing(flight)
+        end_s = now_s
+        for chunk in self.core.chunks(entry):
+            end_s += self.node.kind.prefill_s(chunk.end - chunk.start, chunk.start)
+        self._note(flight, entry, end_s - now_s)
+        self.node.clock.at(end_s, lambda: self._computed(entry, flight))
+
+    def _note(self, flight: Flight, entry: QueuedJob, prefill_s: float) -> None:
+        record = flight.record
+        record.prefill_s += prefill_s
+        record.computed_tokens += entry.prompt_tokens - entry.cached_tokens
+        if flight.is_first_job:
+            record.queue_s = entry.started_s - entry.queued_s
+            record.cached_tokens = entry.cached_tokens
+            record.cached_blocks = entry.cached_tokens // self._block_tokens
+
+    def _computed(self, entry: QueuedJob, flight: Flight) -> None:
+        first = entry.cached_tokens // self._block_tokens
+        keys = list(split_keys(flight.keys))[first:]
+        if keys:
+            self.node.messenger.seal(flight.job_id, first, keys)
+            self.node.publish()
+        elapsed_s = self.node.clock.now_s - entry.started_s
+        self.core.computed(entry, elapsed_s)
+        rate = (entry.prompt_tokens - entry.cached_tokens) / elapsed_s
+        remembered = _RATE_MEMORY * self._tokens_per_s
+        self._tokens_per_s = remembered + (1 - _RATE_MEMORY) * rate if remembered else rate
+        self.is_computing = False
+        self.core.move(entry, JobStage.SENDING)
+        self._on_computed(flight)
+        self._compute_next()
+        self._acquire_next()
+
+    def sent(self, flight: Flight) -> None:
+        """The last of its KV has left: the job is over here."""
+        entry = self.core.get(flight.job_id)
+        assert entry is not None, "a job is sent once"
+        self.core.move(entry, JobStage.DONE)
+        del self.flights[flight.job_id]
+        self.node.release(flight.job_id)
