@@ -86,6 +86,17 @@ def test_damaged_bytes_are_noticed(size: int) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("size", [0, frames.MAX_FRAME_BYTES + 1])
+def test_a_slice_that_no_frame_holds_is_an_error_of_the_caller(size: int) -> None:
+    async def run() -> None:
+        async with tcp_pair(MiB) as pair:
+            with pytest.raises(TransferError, match="a slice has"):
+                await pair.path(b"t" * 16).send([slot_slice(memoryview(pair.source), 0, 0, size, seal=False)])
+            assert pair.windows.begun == 0
+
+    asyncio.run(run())
+
+
 def test_a_revoked_window_takes_nothing_more() -> None:
     async def run() -> None:
         async with tcp_pair(MiB) as pair:

@@ -202,10 +202,12 @@ async def _quietly(submission: LinkSubmission) -> None:
 
 
 def _frames_of(batch: Sequence[SealedSlice]) -> list[list[SealedSlice]]:
-    """*batch* in its order, cut into frames."""
+    """*batch* in its order, cut into frames. Raises TransferError for a slice that no frame can hold."""
     parts: list[list[SealedSlice]] = []
     size = FRAME_BYTES
     for item in batch:
+        if not 0 < item.piece.size_bytes <= frames.MAX_FRAME_BYTES:
+            raise TransferError(f"a slice has 1 to {frames.MAX_FRAME_BYTES} bytes, not {item.piece.size_bytes}")
         if size + item.piece.size_bytes > FRAME_BYTES or len(parts[-1]) == frames.MAX_SLICES:
             parts.append([])
             size = 0

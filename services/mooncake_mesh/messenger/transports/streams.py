@@ -13,10 +13,11 @@ log = structlog.get_logger(__name__)
 _IOV_MAX: Final = 64
 _PIECE_BYTES: Final = 1 << 20
 _SAME_HOST_BUFFER_BYTES: Final = 256 << 10
+_KEEPALIVE_S: Final = 10
 
 
 def tune(connection: socket.socket, *, timeout_s: float) -> None:
-    """Blocking mode with kernel timeouts, no Nagle; small buffers where both ends share the processor's cache.
+    """Blocking mode with kernel timeouts, no Nagle, the silent end of an idle connection noticed, buffers to measure.
 
     On loopback a large buffer only means that the bytes have left the cache before they are copied out again; across a
     network the kernel's own tuning stays on, which must cover bandwidth times delay.
@@ -27,6 +28,10 @@ def tune(connection: socket.socket, *, timeout_s: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        connection.setsockopt(socket.IPPROTO_TCP, option, _KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
     if connection.getsockname()[0] == connection.getpeername()[0]:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_BUFFER_BYTES)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SAME_HOST_BUFFER_BYTES)
