@@ -61,8 +61,9 @@ class Load:
 
     ``ssd_blocks`` of ``ssd_slots`` are held on SSD; ``ssd_faults`` counts what the disk lost or refused.
 
-    Prefill: ``queued_prompts`` are the (uncached, cached) tokens of every job not computed yet, oldest first, and
-    ``recent_prefills`` the (uncached, cached, seconds) of the last few of ``prefills`` computed ones, newest last.
+    Prefill: ``queued_prompts`` are the (uncached, cached) tokens of every job not computed yet, oldest first; the
+    first has been computed for ``prefill_elapsed_s``.
+    ``recent_prefills`` are the (uncached, cached, seconds) of the last few of ``prefills`` computed ones, newest last.
     Decode: queued are the jobs whose KV is still to come, with their tokens; ``sequences`` are the (tokens, decoded
     tokens) of every running one; ``decoded_tokens`` is what a finished one had decoded here, on average of late.
     """
@@ -84,6 +85,7 @@ class Load:
     transports: str = ""
     draining: bool = False
     queued_prompts: tuple[tuple[Natural, Natural], ...] = ()
+    prefill_elapsed_s: float = 0.0
     prefills: Natural = 0
     recent_prefills: tuple[tuple[Natural, Natural, float], ...] = ()
     sequences: tuple[tuple[Natural, Natural], ...] = ()

@@ -26,6 +26,7 @@ from mooncake_mesh.config_checks import (
     words,
 )
 from mooncake_mesh.config_rdma import RdmaConfig
+from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.layout import KvDtype
 
@@ -110,6 +111,21 @@ class ConductorConfig:
     dead_after_s: Annotated[float, "silence after which a member counts as dead"] = 3.0
     ttft_slo_s: Annotated[float, "objective for the time to first token"] = 30.0
     tbt_slo_s: Annotated[float, "objective for the time between tokens (mean of the longest 10 %)"] = 0.5
+    placement: Annotated[
+        PlacementKind, "how a prefill instance is chosen: random, load_balance, local, kvcache_centric or adaptive"
+    ] = PlacementKind.ADAPTIVE
+    kvcache_balancing_threshold: Annotated[
+        float, "kvcache_centric copies a prefix that is longer than the local one by more than this factor"
+    ] = 2.0
+    admission: Annotated[
+        AdmissionKind, "what requests are refused for in an overload: baseline, early, predictive or hold"
+    ] = AdmissionKind.EARLY
+    wip_limit: Annotated[
+        float | None, "KV in progress over what can be decoded that hold allows; adapts to the load otherwise"
+    ] = None
+    decode_s: Annotated[float | None, "how long a request is taken to be decoded; measured otherwise"] = None
+    cost_profile: Annotated[Path | None, "JSON file of the cost model to start from; a small model's otherwise"] = None
+    seed: Annotated[int, "seed of the random placement"] = 0
     index_max_blocks: Annotated[int, "block keys the prefix index holds at most"] = 4_000_000
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
@@ -120,6 +136,10 @@ class ConductorConfig:
         bound(self, "bind", "publish")
         above_zero(self, "heartbeat_s", "suspect_after_s", "dead_after_s", "ttft_slo_s", "tbt_slo_s")
         at_least(self, 1, "index_max_blocks")
+        at_least(self, 1.0, "kvcache_balancing_threshold")
+        for name in ("wip_limit", "decode_s"):
+            if getattr(self, name) is not None:
+                above_zero(self, name)
         if self.suspect_after_s <= self.heartbeat_s:
             raise ValueError(f"suspect_after_s: must be above heartbeat_s ({self.heartbeat_s})")
         if self.dead_after_s <= self.suspect_after_s:

@@ -213,8 +213,8 @@ def test_a_beat_of_a_life_that_is_over_takes_over_nothing() -> None:
     c = mesh(nodes=2)
     joined(c, member(Role.PREFILL, "p0", "n0", n=2))
     placed(c, request(0), 1.0)
-    assert c.heartbeat(InstanceId("p0"), life(1), Load(), 2.0) is None
-    assert placed(c, request(1), 2.0).prefill.instance_id == "p1"
+    assert c.heartbeat(InstanceId("p0"), life(1), Load(), 1.3) is None
+    assert placed(c, request(1), 1.3).prefill.instance_id == "p1"
 
 
 def test_a_worker_that_starts_anew_has_none_of_the_work_of_its_old_life() -> None:

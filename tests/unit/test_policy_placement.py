@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake_mesh.policy.cost_model import LinearCost
-from mooncake_mesh.policy.placement import GROWTH_TOKENS, RETRY_AFTER_S, Placed, Refused, place
+from mooncake_mesh.policy.decisions import RETRY_AFTER_S, Placed, Refused
+from mooncake_mesh.policy.placement import GROWTH_TOKENS, place
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
 from mooncake_proto.ids import InstanceId, NodeId
 
@@ -78,14 +79,14 @@ def test_the_local_prefix_wins_on_idle_instances() -> None:
 
 
 def test_a_long_queue_outweighs_a_prefix() -> None:
-    crowded = cluster(view("p0"), view("p1", queued_tokens=1_000))
+    crowded = cluster(view("p0"), view("p1", busy_until_s=10.0))
     got = placed(place(request(p1=10), crowded, SLOW_LINK, ANY))
     assert (got.prefill, got.local_prefix_blocks, got.fetch_node) == ("p0", 0, None)
     assert got.ttft_est_s == pytest.approx(1.61)
 
 
 def test_a_prefix_is_copied_to_the_idle_instance_when_that_is_quicker() -> None:
-    crowded = cluster(view("p0"), view("p1", queued_tokens=1_000))
+    crowded = cluster(view("p0"), view("p1", busy_until_s=10.0))
     got = placed(place(request(p0=2, p1=10), crowded, COST, ANY))
     assert (got.prefill, got.local_prefix_blocks) == ("p0", 2)
     assert (got.fetch_node, got.fetch_prefix_blocks) == ("node-p1", 10)
@@ -128,7 +129,7 @@ def test_one_prompt_token_is_always_computed(prompt_tokens: int, usable: int) ->
 def test_decode_goes_where_the_step_is_shortest() -> None:
     decode = (view("d0", running_jobs=8, running_tokens=800), view("d1", running_jobs=2, running_tokens=9_000))
     assert placed(place(request(), cluster(view("p0"), decode=decode), COST, ANY)).decode == "d0"
-    decode = (view("d0", running_jobs=8, running_tokens=800, step_s=1.0), decode[1])
+    decode = (view("d0", running_jobs=8, running_tokens=800, factor=30.0), decode[1])
     assert placed(place(request(), cluster(view("p0"), decode=decode), COST, ANY)).decode == "d1"
 
 
@@ -175,7 +176,7 @@ def test_a_full_prefill_pool_is_contended() -> None:
 
 
 def test_an_objective_out_of_reach_is_refused_until_the_queue_is_shorter() -> None:
-    busy = cluster(view("p0", queued_tokens=1_000))
+    busy = cluster(view("p0", busy_until_s=10.0))
     got = refused(place(request(), busy, COST, Objectives(ttft_s=5.0)))
     assert (got.reason, got.unavailable) == ("ttft_objective", False)
     assert got.retry_after_s == pytest.approx(10.0 + 1.61 - 5.0)
@@ -198,11 +199,11 @@ def test_a_request_has_a_shape(field: str) -> None:
 
 instances = st.builds(
     lambda i, node, queued, running, free: view(
-        f"i{i}", f"node-{node}", queued_tokens=queued, running_jobs=running, blocks_available=free
+        f"i{i}", f"node-{node}", busy_until_s=queued, running_jobs=running, blocks_available=free
     ),
     i=st.integers(0, 50),
     node=st.integers(0, 4),
-    queued=st.sampled_from([0, 100, 2_000]),
+    queued=st.sampled_from([0.0, 1.0, 20.0]),
     running=st.integers(0, 3),
     free=st.sampled_from([0, 12, 10_000]),
 )
@@ -231,7 +232,7 @@ def test_no_instance_and_no_source_would_be_quicker(prefill, prefix, cost) -> No
         return
     usable = {node: min(blocks, 10) for node, blocks in shape.prefix_blocks.items()}
     every_way = [
-        cost.prefill_s(p.queued_tokens, 0)
+        p.busy_until_s
         + max(0, blocks - usable.get(p.node_id, 0)) / cost.transfer_bytes_per_s * BLOCK_BYTES
         + cost.prefill_s(161 - max(blocks, usable.get(p.node_id, 0)) * BLOCK_TOKENS, 0)
         for p in fitting

@@ -131,8 +131,11 @@ def test_the_last_computed_prompts_are_samples() -> None:
         c.next_job()
         c.acquired(entry, (1, 2, 3), 1)
         c.move(entry, JobStage.COMPUTING)
+        entry.started_s = 6.0
+        assert c.elapsed_s(6.5 + n) == 0.5 + n
         c.computed(entry, 0.5 + n)
         c.move(entry, JobStage.DONE)
+    assert c.elapsed_s(99.0) == 0.0
     assert c.prefills == 10
     assert c.recent_prefills() == tuple((6, 4, 0.5 + n) for n in range(2, 10))
 

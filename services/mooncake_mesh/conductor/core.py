@@ -4,26 +4,22 @@ All of it is soft state. A restarted conductor learns the members from their reg
 messengers' snapshots; requests that run never notice.
 """
 
-from collections import defaultdict, deque
 from dataclasses import dataclass
-from typing import Final
 
+from mooncake_mesh.conductor.roster import WORKERS, PlacedWork, Roster
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.kv.event_stream import FeedRefused, NodeFeed
 from mooncake_mesh.kv.prefix_index import PrefixIndex
-from mooncake_mesh.mesh.peers import HealthChanged, Lease, PeerEvent, PeerTable
+from mooncake_mesh.mesh.peers import HealthChanged, PeerEvent, PeerTable
 from mooncake_mesh.policy.cost_model import CostModel
-from mooncake_mesh.policy.placement import Placed, Refused, place
-from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
+from mooncake_mesh.policy.decisions import Placed, Refused
+from mooncake_mesh.policy.draws import draw
+from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling, decode_blocks_for, place
+from mooncake_mesh.policy.views import Objectives, RequestShape
 from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, ModelCard, Role, StatusReport
 from mooncake_proto.ids import Incarnation, InstanceId, NodeId
 from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
 from mooncake_proto.serving import Placement, Rejected, Schedule, WorkerRef
-
-_BEAT_LAG_S: Final = 0.1
-"""Work placed this shortly before a beat arrives may not be in its load yet."""
-
-_WORKERS: Final = (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +29,11 @@ class Incompatible:
     difference: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Assigned:
-    placed_s: float
-    tokens: int
-
-
 class ConductorCore:
-    """Mutated only by its methods; times come in as arguments, seconds of one monotonic clock."""
+    """Mutated only by its methods; times come in as arguments, seconds of one monotonic clock.
+
+    *seed* is where the chance of the ``random`` policy comes from: equal seeds and events give equal decisions.
+    """
 
     def __init__(
         self,
@@ -51,6 +44,8 @@ class ConductorCore:
         cost: CostModel,
         objectives: Objectives,
         started_s: float,
+        scheduling: Scheduling = DEFAULT_SCHEDULING,
+        seed: int = 0,
     ) -> None:
         self._incarnation = incarnation
         self._peers = peers
@@ -58,9 +53,11 @@ class ConductorCore:
         self._cost = cost
         self._objectives = objectives
         self._started_s = started_s
+        self._scheduling = scheduling
+        self._seed = seed
         self._feeds: dict[NodeId, NodeFeed] = {}
-        self._messengers: dict[NodeId, InstanceId] = {}
-        self._assigned: dict[InstanceId, deque[_Assigned]] = defaultdict(deque)
+        self._roster = Roster(peers=peers, cost=cost, objectives=objectives)
+        self._cards: dict[str, ModelCard] | None = None
         self.placed_total = 0
         self.rejected_total = 0
 
@@ -68,17 +65,17 @@ class ConductorCore:
 
     def register(self, member: Member, now_s: float) -> list[PeerEvent] | Incompatible:
         """Enter a member, or say what keeps it out."""
-        if member.role in _WORKERS:
+        if member.role in WORKERS:
             difference = self._difference(member)
             if difference is not None:
                 return Incompatible(difference=difference)
         if member.role is Role.MESSENGER:
-            self._messengers[member.node_id] = member.instance_id
             feed = self._feeds.get(member.node_id)
             if feed is None or feed.incarnation != member.incarnation:
                 self._feeds[member.node_id] = NodeFeed(self._index, member.node_id, member.incarnation)
-        self._assigned.pop(member.instance_id, None)
-        return self._after(self._peers.join(member, now_s))
+        events = self._after(self._peers.join(member, now_s))
+        self._roster.joined(member)
+        return events
 
     def heartbeat(
         self, instance_id: InstanceId, incarnation: Incarnation, load: Load, now_s: float
@@ -93,10 +90,9 @@ class ConductorCore:
             return None
         if events == [] and before is not None and _availability(before.load) != _availability(load):
             events = [HealthChanged(member=before.member, health=Health.ALIVE)]
-        assigned = self._assigned.get(instance_id)
-        while assigned and assigned[0].placed_s <= now_s - _BEAT_LAG_S:
-            assigned.popleft()
-        return events
+        if lease := self._peers.get(instance_id):
+            self._roster.reported(lease, now_s)
+        return self._after(events)
 
     def goodbye(self, instance_id: InstanceId, incarnation: Incarnation) -> list[PeerEvent]:
         return self._after(self._peers.leave(instance_id, incarnation))
@@ -106,10 +102,13 @@ class ConductorCore:
         return self._after(self._peers.expire(now_s))
 
     def _after(self, events: list[PeerEvent]) -> list[PeerEvent]:
-        """A dead messenger's blocks are gone; so is the work assigned to a dead worker."""
+        """A dead messenger's blocks are gone; so is the work placed on a dead worker."""
+        if events:
+            self._cards = None
+            self._roster.membership_changed()
         for event in events:
             if isinstance(event, HealthChanged) and event.health is Health.DEAD:
-                self._assigned.pop(event.member.instance_id, None)
+                self._roster.gone(event.member.instance_id)
                 feed = self._feeds.get(event.member.node_id)
                 if feed is not None and feed.incarnation == event.member.incarnation:
                     del self._feeds[event.member.node_id]
@@ -146,7 +145,6 @@ class ConductorCore:
 
     def schedule(self, request: Schedule, now_s: float) -> Placement | Rejected:
         """Choose instances for a request, by what is known now."""
-        view = self._view(request)
         card = self._card(request.model)
         if card is None:
             return self._rejected(request, "no_worker", unavailable=True, retry_after_s=1.0)
@@ -156,18 +154,16 @@ class ConductorCore:
             block_tokens=card.block_tokens,
             block_bytes=card.block_bytes,
             prefix_blocks=self._index.prefix_blocks(list(split_keys(request.keys))),
+            draw=draw(self._seed, self.placed_total + self.rejected_total),
         )
-        placed = place(shape, view, self._cost, self._objectives)
+        view = self._roster.cluster(request.model, request.avoid, now_s)
+        placed = place(shape, view, self._cost, self._objectives, self._scheduling)
         if isinstance(placed, Refused):
             return self._rejected(
                 request, placed.reason, unavailable=placed.unavailable, retry_after_s=placed.retry_after_s
             )
         self.placed_total += 1
-        cached_tokens = max(placed.local_prefix_blocks, placed.fetch_prefix_blocks) * card.block_tokens
-        self._assigned[placed.prefill].append(
-            _Assigned(placed_s=now_s, tokens=max(1, request.prompt_tokens - cached_tokens))
-        )
-        self._assigned[placed.decode].append(_Assigned(placed_s=now_s, tokens=request.prompt_tokens))
+        self._roster.placed(_work(shape, placed), now_s)
         return self._placement(request, placed)
 
     def _placement(self, request: Schedule, placed: Placed) -> Placement:
@@ -187,58 +183,8 @@ class ConductorCore:
         self.rejected_total += 1
         return Rejected(job_id=request.job_id, reason=reason, unavailable=unavailable, retry_after_s=retry_after_s)
 
-    def _view(self, request: Schedule) -> ClusterView:
-        """Instances that take work; those to avoid only where there is nobody else."""
-        pools: dict[Role, list[InstanceView]] = {role: [] for role in _WORKERS}
-        for lease in self._peers:
-            member = lease.member
-            if (
-                member.role in _WORKERS
-                and self._takes_work(lease)
-                and member.model is not None
-                and member.model.name == request.model
-            ):
-                pools[member.role].append(self._instance_view(lease))
-        for role, views in pools.items():
-            pools[role] = [view for view in views if view.instance_id not in request.avoid] or views
-        return ClusterView(prefill=tuple(pools[Role.PREFILL]), decode=tuple(pools[Role.DECODE]))
-
-    def _instance_view(self, lease: Lease) -> InstanceView:
-        load, node = lease.load, self._messenger_lease(lease.member.node_id)
-        assigned = self._assigned[lease.member.instance_id]
-        tokens = sum(work.tokens for work in assigned)
-        is_prefill = lease.member.role is Role.PREFILL
-        pool = node.load if node is not None else Load()
-        return InstanceView(
-            instance_id=lease.member.instance_id,
-            node_id=lease.member.node_id,
-            blocks_total=pool.blocks_total,
-            blocks_available=pool.blocks_free + pool.blocks_evictable,
-            queued_jobs=load.queued_jobs + (len(assigned) if is_prefill else 0),
-            queued_tokens=load.queued_tokens + (tokens if is_prefill else 0),
-            running_jobs=load.running_jobs + (0 if is_prefill else len(assigned)),
-            running_tokens=load.running_tokens + (0 if is_prefill else tokens),
-            step_s=load.step_s,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-        )
-
-    def _takes_work(self, lease: Lease) -> bool:
-        node = self._messenger_lease(lease.member.node_id)
-        return (
-            lease.health is Health.ALIVE
-            and not lease.load.draining
-            and node is not None
-            and node.health is Health.ALIVE
-            and node.load.blocks_total > 0
-        )
-
-    def _messenger_lease(self, node_id: NodeId) -> Lease | None:
-        instance_id = self._messengers.get(node_id)
-        lease = None if instance_id is None else self._peers.get(instance_id)
-        return lease if lease is not None and lease.member.node_id == node_id else None
-
     def _messenger(self, node_id: NodeId) -> str:
-        lease = self._messenger_lease(node_id)
+        lease = self._roster.messenger(node_id)
         return lease.member.endpoint if lease is not None and lease.health is Health.ALIVE else ""
 
     def _worker_ref(self, instance_id: InstanceId) -> WorkerRef:
@@ -254,14 +200,14 @@ class ConductorCore:
         )
 
     def _card(self, model: str) -> ModelCard | None:
-        return next(
-            (
-                lease.member.model
-                for lease in self._peers
-                if lease.health is not Health.DEAD and lease.member.model and lease.member.model.name == model
-            ),
-            None,
-        )
+        """What the workers of *model* that are not dead agree on."""
+        if self._cards is None:
+            self._cards = {}
+            for lease in self._peers:
+                card = lease.member.model
+                if card is not None and lease.health is not Health.DEAD:
+                    self._cards.setdefault(card.name, card)
+        return self._cards.get(model)
 
     # --- telling ------------------------------------------------------------------------------------------------------
 
@@ -278,7 +224,7 @@ class ConductorCore:
                     member=lease.member,
                     health=lease.health,
                     load=lease.load,
-                    takes_work=lease.member.role in _WORKERS and self._takes_work(lease),
+                    takes_work=self._roster.takes_work(lease),
                     last_beat_s=now_s - lease.renewed_s,
                 )
                 for lease in self._peers
@@ -295,6 +241,7 @@ class ConductorCore:
             placed_total=self.placed_total,
             rejected_total=self.rejected_total,
             uptime_s=now_s - self._started_s,
+            estimates=self._roster.estimates(),
         )
 
     def _missing(self) -> tuple[str, ...]:
@@ -302,8 +249,8 @@ class ConductorCore:
         leases = list(self._peers)
         reasons = [
             f"no {role.value} instance that takes work"
-            for role in _WORKERS
-            if not any(lease.member.role is role and self._takes_work(lease) for lease in leases)
+            for role in WORKERS
+            if not any(lease.member.role is role and self._roster.takes_work(lease) for lease in leases)
         ]
         if not any(lease.member.role is Role.GATEWAY and lease.health is Health.ALIVE for lease in leases):
             reasons.append("no gateway")
@@ -317,3 +264,18 @@ class ConductorCore:
 
 def _availability(load: Load) -> tuple[bool, bool]:
     return (load.blocks_total > 0, load.draining)
+
+
+def _work(shape: RequestShape, placed: Placed) -> PlacedWork:
+    cached_blocks = max(placed.local_prefix_blocks, placed.fetch_prefix_blocks)
+    copied_blocks = max(0, placed.fetch_prefix_blocks - placed.local_prefix_blocks)
+    return PlacedWork(
+        prefill=placed.prefill,
+        uncached_tokens=shape.prompt_tokens - cached_blocks * shape.block_tokens,
+        cached_tokens=cached_blocks * shape.block_tokens,
+        decode=placed.decode,
+        decode_blocks=decode_blocks_for(shape),
+        ttft_s=placed.ttft_est_s,
+        copy_from=placed.fetch_node,
+        copy_bytes=copied_blocks * shape.block_bytes,
+    )

@@ -9,6 +9,7 @@ PUB    everybody      ClusterState, on every change and once a second
 """
 
 import asyncio
+from pathlib import Path
 from time import monotonic
 from typing import Final
 
@@ -16,14 +17,17 @@ import structlog
 
 from mooncake_mesh.conductor.core import ConductorCore, Incompatible
 from mooncake_mesh.config import ConductorConfig
-from mooncake_mesh.errors import Refused
+from mooncake_mesh.errors import ConfigError, Refused
 from mooncake_mesh.kv.event_stream import FeedRefused
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh import endpoint as sockets
 from mooncake_mesh.mesh.peers import HealthChanged, PeerEvent, PeerTable
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
-from mooncake_mesh.policy.cost_model import LinearCost
+from mooncake_mesh.policy.admission import Admission
+from mooncake_mesh.policy.cost_model import CostModel, LinearCost
+from mooncake_mesh.policy.cost_profile import load_profile
+from mooncake_mesh.policy.placement import Scheduling
 from mooncake_mesh.policy.views import Objectives
 from mooncake_proto import codec
 from mooncake_proto.control import (
@@ -57,7 +61,7 @@ DEFAULT_COST: Final = LinearCost(
     transfer_bytes_per_s=2e9,
 )
 """Where the instances have not reported speeds of their own yet: a 135 M model on one CPU core (prefill about
-800 tokens/s, a decode step of 38 ms at batch 1), KV over loopback TCP. What they measure soon replaces it."""
+800 tokens/s, a decode step of 38 ms at batch 1), KV over loopback TCP. What they measure soon corrects it."""
 
 
 class ConductorService:
@@ -71,9 +75,11 @@ class ConductorService:
             incarnation=self._incarnation,
             peers=PeerTable(suspect_after_s=config.suspect_after_s, dead_after_s=config.dead_after_s),
             index=PrefixIndex(max_entries=config.index_max_blocks),
-            cost=DEFAULT_COST,
+            cost=_cost_model(config.cost_profile),
             objectives=Objectives(ttft_s=config.ttft_slo_s, tbt_s=config.tbt_slo_s),
             started_s=monotonic(),
+            scheduling=_scheduling(config),
+            seed=config.seed,
         )
         self._publisher = sockets.Publisher(config.publish)
         handlers: dict[type, Handler] = {
@@ -176,6 +182,24 @@ class ConductorService:
         return Pong(
             role=Role.CONDUCTOR, instance_id=InstanceId(self._config.instance_id), incarnation=self._incarnation
         )
+
+
+def _scheduling(config: ConductorConfig) -> Scheduling:
+    return Scheduling(
+        placement=config.placement,
+        threshold=config.kvcache_balancing_threshold,
+        admission=Admission(kind=config.admission, decode_s=config.decode_s, wip_limit=config.wip_limit),
+    )
+
+
+def _cost_model(profile: Path | None) -> CostModel:
+    """Raises ConfigError for a profile that cannot be used."""
+    if profile is None:
+        return DEFAULT_COST
+    try:
+        return load_profile(profile.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{profile}: {error}", path="conductor.cost_profile") from error
 
 
 def _applied(ack: KvEventsAck | FeedRefused | None) -> KvEventsAck:

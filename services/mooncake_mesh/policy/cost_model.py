@@ -49,28 +49,9 @@ class LinearCost:
         return self.transfer_base_s + n_bytes / self.transfer_bytes_per_s
 
 
-def instance_prefill_s(instance: InstanceView, cost: CostModel, uncached_tokens: int, cached_tokens: int) -> float:
-    """Prefill time on *instance*: by the speed it measured itself where it has, else by the model."""
-    if instance.prefill_tokens_per_s > 0:
-        return uncached_tokens / instance.prefill_tokens_per_s
-    return cost.prefill_s(uncached_tokens, cached_tokens)
-
-
-def instance_queue_s(instance: InstanceView, cost: CostModel) -> float:
-    """Time until *instance* has computed all the prompts it has accepted."""
-    if instance.queued_tokens == 0:
-        return 0.0
-    return instance_prefill_s(instance, cost, instance.queued_tokens, 0)
-
-
 def instance_step_s(instance: InstanceView, cost: CostModel, added_tokens: int) -> float:
-    """Time of a decode step of *instance* once a sequence with *added_tokens* of KV has joined.
-
-    A measured step is scaled by how much the model says the newcomer adds, so a machine that is slower than the model
-    looks slower; an idle instance has no step to measure.
-    """
-    with_it = cost.decode_step_s(instance.running_jobs + 1, instance.running_tokens + added_tokens)
-    without = cost.decode_step_s(instance.running_jobs, instance.running_tokens)
-    if instance.step_s > 0 and instance.running_jobs > 0 and without > 0:
-        return instance.step_s * with_it / without
-    return with_it
+    """Time of a decode step of *instance* once all that wait and a sequence with *added_tokens* of KV have joined."""
+    return instance.factor * cost.decode_step_s(
+        instance.running_jobs + instance.waiting_jobs + 1,
+        instance.running_tokens + instance.waiting_tokens + added_tokens,
+    )

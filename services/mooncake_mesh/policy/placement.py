@@ -1,83 +1,59 @@
-"""Where a request runs: the pair of instances, and where its cached prefix comes from.
+"""Where a request runs: the pair of instances, where its cached prefix comes from, or why it is not let in.
 
-Prefill goes where the first token is expected soonest. That expectation is queue + copy + computation, with the
-prefix that the instance's own node holds, or with the longest one that another node holds where copying it first is
-expected to be quicker. Decoding goes to the instance with the shortest expected step among those with room for the
-KV. This is the shape of the paper's Algorithm 1; its balancing threshold would stand where :func:`_estimate` compares
-the two sources.
+The prefill instance is chosen by one of the policies of :mod:`~mooncake_mesh.policy.prefill_choice`; decoding goes to
+the instance with the shortest expected step; :mod:`~mooncake_mesh.policy.admission` has the last word.
 
 Pure functions of snapshots: no clock, no randomness, ties break on ids, and nothing depends on the order of a view.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from mooncake_mesh.policy.cost_model import CostModel, instance_prefill_s, instance_queue_s, instance_step_s
+from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind
+from mooncake_mesh.policy.admission import Admission, admission_refusal
+from mooncake_mesh.policy.cost_model import CostModel, instance_step_s
+from mooncake_mesh.policy.decisions import Placed, Refused, contended, unavailable
+from mooncake_mesh.policy.prefill_choice import PREFILL_POLICIES, Estimates
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
-from mooncake_proto.ids import InstanceId, NodeId
 
 GROWTH_TOKENS: Final = 256
 """How many of its new tokens a decode instance must have room for. Most answers end within it; asking for all of
 ``max_new_tokens`` would refuse work for room that is hardly ever used."""
 
-RETRY_AFTER_S: Final = 1.0
-"""Least time after which a refused request should come again."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """``fetch_prefix_blocks`` is the prefix, from the first block on, that the prefill node has after copying from
-    ``fetch_node``; without a copy both say so by None and 0. Block counts are hints."""
+class Scheduling:
+    """Which policies decide. ``threshold`` is the papers' ``kvcache_balancing_threshold``."""
 
-    prefill: InstanceId
-    decode: InstanceId
-    local_prefix_blocks: int
-    fetch_node: NodeId | None
-    fetch_prefix_blocks: int
-    ttft_est_s: float
-    tbt_est_s: float
+    placement: PlacementKind = PlacementKind.ADAPTIVE
+    threshold: float = 2.0
+    admission: Admission = field(default_factory=Admission)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """``unavailable``: nobody could serve this at all (503); otherwise the mesh is too busy for it now (429)."""
-
-    reason: str
-    unavailable: bool
-    retry_after_s: float
+DEFAULT_SCHEDULING: Final = Scheduling()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Estimate:
-    instance: InstanceView
-    ttft_s: float
-    local_blocks: int
-    fetch_node: NodeId | None
-    fetch_blocks: int
-
-
-def place(request: RequestShape, cluster: ClusterView, cost: CostModel, objectives: Objectives) -> Placed | Refused:
+def place(
+    request: RequestShape,
+    cluster: ClusterView,
+    cost: CostModel,
+    objectives: Objectives,
+    scheduling: Scheduling = DEFAULT_SCHEDULING,
+) -> Placed | Refused:
     """Choose instances for *request*, or say why not."""
     prefill_blocks = request.blocks_for(request.prompt_tokens)
-    decode_blocks = request.blocks_for(request.prompt_tokens + min(request.max_new_tokens, GROWTH_TOKENS))
-    prefill = _with_room("prefill", cluster.prefill, prefill_blocks)
+    decode_blocks = decode_blocks_for(request)
+    prefill = _able("prefill", cluster.prefill, prefill_blocks, scheduling.admission.kind)
     if isinstance(prefill, Refused):
         return prefill
-    decode = _with_room("decode", cluster.decode, decode_blocks)
+    decode = _able("decode", cluster.decode, decode_blocks, scheduling.admission.kind)
     if isinstance(decode, Refused):
         return decode
-
-    holder = _longest_holder(request)
-    first = min(
-        (_estimate(request, p, cost, holder) for p in prefill), key=lambda e: (e.ttft_s, e.instance.instance_id)
-    )
+    choose = PREFILL_POLICIES[scheduling.placement]
+    first = choose(request, prefill, cluster, Estimates(request, cluster, cost), scheduling.threshold)
     tbt_s, decode_id = min((instance_step_s(d, cost, request.prompt_tokens), d.instance_id) for d in decode)
-    if objectives.ttft_s is not None and first.ttft_s > objectives.ttft_s:
-        return _contended("ttft_objective", after_s=first.ttft_s - objectives.ttft_s)
-    if objectives.tbt_s is not None and tbt_s > objectives.tbt_s:
-        return _contended("tbt_objective")
-    return Placed(
+    placed = Placed(
         prefill=first.instance.instance_id,
         decode=decode_id,
         local_prefix_blocks=first.local_blocks,
@@ -86,54 +62,28 @@ def place(request: RequestShape, cluster: ClusterView, cost: CostModel, objectiv
         ttft_est_s=first.ttft_s,
         tbt_est_s=tbt_s,
     )
+    return admission_refusal(request, placed, cluster, cost, objectives, scheduling.admission) or placed
 
 
-def _with_room(pool: str, instances: Sequence[InstanceView], blocks: int) -> list[InstanceView] | Refused:
-    """The instances that can take *blocks* now; at least one."""
+def decode_blocks_for(request: RequestShape) -> int:
+    """Blocks that decoding takes, as far as a placement counts on them."""
+    return request.blocks_for(request.prompt_tokens + min(request.max_new_tokens, GROWTH_TOKENS))
+
+
+def _able(
+    pool: str, instances: Sequence[InstanceView], blocks: int, admission: AdmissionKind
+) -> Sequence[InstanceView] | Refused:
+    """The instances that can take *blocks*; at least one.
+
+    Those with room now; where nobody has any, all that ever will: the request waits for room at the instance. Only
+    EARLY goes by the room there is now.
+    """
     if not instances:
-        return Refused(reason=f"no_{pool}_instance", unavailable=True, retry_after_s=RETRY_AFTER_S)
-    if all(instance.blocks_total < blocks for instance in instances):
-        return Refused(reason=f"{pool}_pool_too_small", unavailable=True, retry_after_s=RETRY_AFTER_S)
-    fitting = [instance for instance in instances if instance.blocks_available >= blocks]
-    return fitting or _contended(f"{pool}_pool_full")
-
-
-def _contended(reason: str, *, after_s: float = 0.0) -> Refused:
-    return Refused(reason=reason, unavailable=False, retry_after_s=max(RETRY_AFTER_S, after_s))
-
-
-def _estimate(request: RequestShape, instance: InstanceView, cost: CostModel, holder: NodeId | None) -> _Estimate:
-    """The quicker of the two sources of a prefix on *instance*; the local one when they are equal."""
-    queue_s = instance_queue_s(instance, cost)
-    local_blocks = _usable(request, instance.node_id)
-    best = _Estimate(
-        instance=instance,
-        ttft_s=queue_s + _prefill_s(request, instance, cost, local_blocks),
-        local_blocks=local_blocks,
-        fetch_node=None,
-        fetch_blocks=0,
-    )
-    fetch_blocks = 0 if holder is None else _usable(request, holder)
-    if fetch_blocks <= local_blocks:
-        return best
-    fetch_s = cost.transfer_s((fetch_blocks - local_blocks) * request.block_bytes)
-    ttft_s = queue_s + fetch_s + _prefill_s(request, instance, cost, fetch_blocks)
-    if ttft_s >= best.ttft_s:
-        return best
-    return _Estimate(
-        instance=instance, ttft_s=ttft_s, local_blocks=local_blocks, fetch_node=holder, fetch_blocks=fetch_blocks
-    )
-
-
-def _usable(request: RequestShape, node: NodeId) -> int:
-    return min(request.prefix_blocks.get(node, 0), request.usable_prefix_blocks)
-
-
-def _longest_holder(request: RequestShape) -> NodeId | None:
-    """The node with the longest usable prefix. An instance on that very node finds nothing to copy there."""
-    return min(request.prefix_blocks, key=lambda node: (-_usable(request, node), node), default=None)
-
-
-def _prefill_s(request: RequestShape, instance: InstanceView, cost: CostModel, cached_blocks: int) -> float:
-    cached_tokens = cached_blocks * request.block_tokens
-    return instance_prefill_s(instance, cost, request.prompt_tokens - cached_tokens, cached_tokens)
+        return unavailable(f"no_{pool}_instance")
+    with_room = [instance for instance in instances if instance.blocks_available >= blocks]
+    if with_room:
+        return with_room
+    large_enough = [instance for instance in instances if instance.blocks_total >= blocks]
+    if not large_enough:
+        return unavailable(f"{pool}_pool_too_small")
+    return contended(f"{pool}_pool_full") if admission is AdmissionKind.EARLY else large_enough

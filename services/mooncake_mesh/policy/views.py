@@ -4,46 +4,77 @@ The taker decides who is in a view: dead, suspect, draining and avoided instance
 since an instance last reported belongs into its view too, or a burst between two heartbeats all goes to one instance.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mooncake_proto.ids import InstanceId, NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceView:
-    """One instance, prefill or decode; fields that do not apply to its role stay 0.
+class QueuedPrompt:
+    """A prompt of ``tokens`` that an instance has accepted and will compute in ``prefill_s``."""
 
-    ``queued_tokens`` are prompt tokens still to be computed, the running job's rest included. ``running_tokens`` are
-    the tokens whose KV the running jobs hold. ``blocks_available`` can be had for a new job: free, or cached and
-    unreferenced. ``step_s`` and ``prefill_tokens_per_s`` were measured by the instance, 0 when not (yet) known.
+    tokens: int
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningSequence:
+    """A sequence that holds ``tokens`` of KV and was decoded for ``age_s`` so far."""
+
+    tokens: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceView:
+    """One instance, prefill or decode; fields that do not apply to its role keep their defaults.
+
+    Prefill: ``queue`` are the accepted prompts that are not computed yet, oldest first; all are by ``busy_until_s``.
+    Decode: running jobs are in the batch, waiting ones have their KV still to come; ``kv_limit_tokens`` is how much KV
+    it can run within the TBT objective, 0 for no limit but its blocks.
+    ``blocks_available`` can be had for a new job: free, or cached and unreferenced. ``factor`` is by how much the
+    instance is slower than the cost model says, as observed.
     """
 
     instance_id: InstanceId
     node_id: NodeId
     blocks_total: int
     blocks_available: int
-    queued_jobs: int = 0
-    queued_tokens: int = 0
+    busy_until_s: float = 0.0
+    queue: tuple[QueuedPrompt, ...] = ()
     running_jobs: int = 0
     running_tokens: int = 0
-    step_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
+    waiting_jobs: int = 0
+    waiting_tokens: int = 0
+    sequences: tuple[RunningSequence, ...] = ()
+    kv_limit_tokens: int = 0
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
-    """All instances that may take work now, in any order."""
+    """All instances that may take work at ``now_s``, in any order.
 
-    prefill: tuple[InstanceView, ...]
-    decode: tuple[InstanceView, ...]
+    ``egress_wait_s`` is how long a node's pending copies to others will keep its link busy; an absent node is idle.
+    ``ttft_s`` and ``decode_s`` are the mean times of late from arrival to first token and from there to the last; 0
+    when not (yet) known.
+    """
+
+    prefill: Sequence[InstanceView]
+    decode: Sequence[InstanceView]
+    now_s: float = 0.0
+    egress_wait_s: Mapping[NodeId, float] = field(default_factory=dict)
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestShape:
     """One request as far as placing it goes.
 
-    ``prefix_blocks`` maps a node to the longest cached prefix it holds; an absent node holds none.
+    ``prefix_blocks`` maps a node to the longest cached prefix it holds; an absent node holds none. ``draw`` is a
+    number from the caller's seeded generator, for policies that leave something to chance.
     """
 
     prompt_tokens: int
@@ -51,6 +82,7 @@ class RequestShape:
     block_tokens: int
     block_bytes: int
     prefix_blocks: Mapping[NodeId, int]
+    draw: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "max_new_tokens", "block_tokens", "block_bytes"):

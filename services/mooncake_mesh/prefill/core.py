@@ -142,6 +142,11 @@ class PrefillCore:
             if job.stage in _WAITING
         )
 
+    def elapsed_s(self, now_s: float) -> float:
+        """How long the job at the head has been computed; 0 while it is not."""
+        head = next((job for job in self._jobs.values() if job.stage in _WAITING), None)
+        return now_s - head.started_s if head is not None and head.stage is JobStage.COMPUTING else 0.0
+
     def recent_prefills(self) -> tuple[tuple[int, int, float], ...]:
         """(uncached tokens, cached tokens, seconds) of the last computed jobs, newest last."""
         return tuple(self._recent)

@@ -89,6 +89,7 @@ class PrefillService:
             prefill_tokens_per_s=self._tokens_per_s,
             draining=self._station.is_draining,
             queued_prompts=self._core.queued_prompts(),
+            prefill_elapsed_s=self._core.elapsed_s(monotonic()),
             prefills=self._core.prefills,
             recent_prefills=self._core.recent_prefills(),
         )
@@ -206,8 +207,8 @@ class PrefillService:
     async def _compute(self, entry: QueuedJob) -> Drawn:
         if entry.stop is not None:
             raise _StopRequested
-        self._core.move(entry, JobStage.COMPUTING)
         entry.started_s = monotonic()
+        self._core.move(entry, JobStage.COMPUTING)
         tokens = np.frombuffer(entry.job.tokens, dtype="<i4").astype(np.int32, copy=False)
         keys = list(split_keys(entry.job.keys))
         drawn: Drawn | None = None

@@ -1,0 +1,243 @@
+"""The conductor's picture of its workers, kept between heartbeats: reported load and what was placed since. Pure.
+
+A view is made when something about its instance changed, not for every request. Placed work counts at once, and until
+a beat that came well after it: by then the instance reports it itself. Three things are placed: prompts (prefill
+time), KV that will be decoded (tokens, and blocks of the decode node), and copies between nodes (time of a link).
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from mooncake_mesh.conductor.snapshots import NodeRoom, Pending, decode_view, node_room, prefill_view
+from mooncake_mesh.mesh.peers import Lease, PeerTable
+from mooncake_mesh.policy.admission import TBT_SHARE
+from mooncake_mesh.policy.correction import Correction
+from mooncake_mesh.policy.cost_model import CostModel
+from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives
+from mooncake_proto.control import EstimateQuality, Health, Member, Role
+from mooncake_proto.ids import InstanceId, NodeId
+
+BEAT_LAG_S: Final = 0.1
+"""Work placed this shortly before a beat arrives may not be in its load yet."""
+
+_TTFT_WEIGHT: Final = 0.05
+
+WORKERS: Final = (Role.PREFILL, Role.DECODE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedWork:
+    """One placed request as far as its load goes. ``copy_from`` names whose link is taken, for ``copy_bytes``."""
+
+    prefill: InstanceId
+    uncached_tokens: int
+    cached_tokens: int
+    decode: InstanceId
+    decode_blocks: int
+    ttft_s: float
+    copy_from: NodeId | None = None
+    copy_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Views of one model's workers of one role; ``snapshot`` is what was handed out last."""
+
+    positions: dict[InstanceId, int]
+    views: list[InstanceView]
+    snapshot: tuple[InstanceView, ...]
+
+
+class Roster:
+    """Mutated only by its methods. Reads *peers*, which its owner keeps; tells of every change of it by a method."""
+
+    def __init__(self, *, peers: PeerTable, cost: CostModel, objectives: Objectives) -> None:
+        self._peers = peers
+        self._cost = cost
+        self._step_limit_s = None if objectives.tbt_s is None else objectives.tbt_s * TBT_SHARE
+        self._messengers: dict[NodeId, InstanceId] = {}
+        self._pending: defaultdict[InstanceId, deque[Pending]] = defaultdict(deque)
+        self._corrections: dict[InstanceId, Correction] = {}
+        self._prefills_seen: dict[InstanceId, int] = {}
+        self._links_free_s: dict[NodeId, float] = {}
+        self._decode_spans_s: dict[InstanceId, float] = {}
+        self._pools: dict[tuple[str, Role], _Pool] = {}
+        self._workers: dict[NodeId, list[InstanceId]] = {}
+        self._stale: set[InstanceId] = set()
+        self._ttft_s = 0.0
+        self._decode_s = 0.0
+
+    # --- what happened ------------------------------------------------------------------------------------------------
+
+    def joined(self, member: Member) -> None:
+        """A member registered, perhaps again: whatever was placed on an older life of it is gone."""
+        if member.role is Role.MESSENGER:
+            self._messengers[member.node_id] = member.instance_id
+        self._pending.pop(member.instance_id, None)
+        self._prefills_seen.pop(member.instance_id, None)
+        self.membership_changed()
+
+    def gone(self, instance_id: InstanceId) -> None:
+        """A member died or left."""
+        self._pending.pop(instance_id, None)
+        self._corrections.pop(instance_id, None)
+        self._prefills_seen.pop(instance_id, None)
+        self._decode_spans_s.pop(instance_id, None)
+        self.membership_changed()
+
+    def membership_changed(self) -> None:
+        """Who takes work may have changed: all views are made anew when they are next asked for."""
+        self._pools.clear()
+        self._workers.clear()
+        self._stale.clear()
+
+    def reported(self, lease: Lease, now_s: float) -> None:
+        """A beat came: the load in *lease* takes over what was placed well before it."""
+        member = lease.member
+        pending = self._pending.get(member.instance_id)
+        while pending and pending[0].placed_s <= now_s - BEAT_LAG_S:
+            pending.popleft()
+        if member.role is Role.MESSENGER:
+            self._stale.update(self._workers_of(member.node_id))
+        elif member.role in WORKERS:
+            self._learn(lease)
+            self._stale.add(member.instance_id)
+
+    def placed(self, work: PlacedWork, now_s: float) -> None:
+        decode = self._peers.get(work.decode)
+        assert decode is not None, "placed on an instance of a view"
+        tokens = work.uncached_tokens + work.cached_tokens
+        prefill_s = self._factor(work.prefill) * self._cost.prefill_s(work.uncached_tokens, work.cached_tokens)
+        self._pending[work.prefill].append(Pending(placed_s=now_s, tokens=tokens, prefill_s=prefill_s))
+        self._pending[work.decode].append(Pending(placed_s=now_s, tokens=tokens))
+        messenger = self._messengers[decode.member.node_id]
+        self._pending[messenger].append(Pending(placed_s=now_s, blocks=work.decode_blocks))
+        self._stale.add(work.prefill)
+        self._stale.update(self._workers_of(decode.member.node_id))
+        self._ttft_s += (_TTFT_WEIGHT if self._ttft_s else 1.0) * (work.ttft_s - self._ttft_s)
+        if work.copy_from is not None:
+            free_s = max(now_s, self._links_free_s.get(work.copy_from, now_s))
+            self._links_free_s[work.copy_from] = free_s + self._cost.transfer_s(work.copy_bytes)
+
+    # --- what is asked ------------------------------------------------------------------------------------------------
+
+    def cluster(self, model: str, avoid: Iterable[InstanceId], now_s: float) -> ClusterView:
+        """Instances of *model* that take work; those to avoid only where there is nobody else."""
+        self._refresh()
+        waits = {node: free_s - now_s for node, free_s in self._links_free_s.items() if free_s > now_s}
+        if len(waits) < len(self._links_free_s):
+            self._links_free_s = {node: self._links_free_s[node] for node in waits}
+        unwanted = set(avoid)
+        return ClusterView(
+            prefill=self._pool(model, Role.PREFILL, unwanted),
+            decode=self._pool(model, Role.DECODE, unwanted),
+            now_s=now_s,
+            egress_wait_s=waits,
+            ttft_s=self._ttft_s,
+            decode_s=self._decode_s,
+        )
+
+    def takes_work(self, lease: Lease) -> bool:
+        node = self.messenger(lease.member.node_id)
+        return (
+            lease.member.role in WORKERS
+            and lease.health is Health.ALIVE
+            and not lease.load.draining
+            and node is not None
+            and node.health is Health.ALIVE
+            and node.load.blocks_total > 0
+        )
+
+    def messenger(self, node_id: NodeId) -> Lease | None:
+        """The lease of a node's messenger, however it is."""
+        instance_id = self._messengers.get(node_id)
+        lease = None if instance_id is None else self._peers.get(instance_id)
+        return lease if lease is not None and lease.member.node_id == node_id else None
+
+    def estimates(self) -> tuple[EstimateQuality, ...]:
+        return tuple(
+            EstimateQuality(instance_id=name, factor=known.factor, error=known.error, samples=known.samples)
+            for name, known in sorted(self._corrections.items())
+        )
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _pool(self, model: str, role: Role, avoid: set[InstanceId]) -> tuple[InstanceView, ...]:
+        pool = self._pools.get((model, role))
+        if pool is None:
+            pool = self._pools[model, role] = self._made(model, role)
+        if not avoid:
+            return pool.snapshot
+        return tuple(view for view in pool.snapshot if view.instance_id not in avoid) or pool.snapshot
+
+    def _made(self, model: str, role: Role) -> _Pool:
+        leases = [
+            lease
+            for lease in self._peers
+            if lease.member.role is role
+            and lease.member.model is not None
+            and lease.member.model.name == model
+            and self.takes_work(lease)
+        ]
+        positions = {lease.member.instance_id: position for position, lease in enumerate(leases)}
+        views = [self._view(lease) for lease in leases]
+        return _Pool(positions=positions, views=views, snapshot=tuple(views))
+
+    def _refresh(self) -> None:
+        if not self._stale:
+            return
+        for pool in self._pools.values():
+            touched = self._stale & pool.positions.keys()
+            for instance_id in touched:
+                lease = self._peers.get(instance_id)
+                assert lease is not None, "who left has emptied the pools"
+                pool.views[pool.positions[instance_id]] = self._view(lease)
+            if touched:
+                pool.snapshot = tuple(pool.views)
+        self._stale.clear()
+        known = [span_s for span_s in self._decode_spans_s.values() if span_s > 0]
+        self._decode_s = sum(known) / len(known) if known else 0.0
+
+    def _view(self, lease: Lease) -> InstanceView:
+        member = lease.member
+        node = self.messenger(member.node_id)
+        room = NodeRoom(blocks_total=0, blocks_available=0)
+        if node is not None:
+            room = node_room(node.load, self._pending[node.member.instance_id])
+        pending, factor = self._pending[member.instance_id], self._factor(member.instance_id)
+        if member.role is Role.PREFILL:
+            return prefill_view(lease, room, pending, self._cost, factor)
+        return decode_view(lease, room, pending, self._cost, factor, self._step_limit_s)
+
+    def _factor(self, instance_id: InstanceId) -> float:
+        known = self._corrections.get(instance_id)
+        return 1.0 if known is None else known.factor
+
+    def _learn(self, lease: Lease) -> None:
+        """Compare what a beat reports with what the model says of it."""
+        instance_id, load = lease.member.instance_id, lease.load
+        if lease.member.role is Role.PREFILL:
+            fresh = load.prefills - self._prefills_seen.get(instance_id, 0)
+            self._prefills_seen[instance_id] = load.prefills
+            for uncached, cached, elapsed_s in load.recent_prefills[-fresh:] if fresh > 0 else ():
+                self._observed(instance_id, self._cost.prefill_s(uncached, cached), elapsed_s)
+            return
+        if load.running_jobs:
+            self._observed(instance_id, self._cost.decode_step_s(load.running_jobs, load.running_tokens), load.step_s)
+        self._decode_spans_s[instance_id] = load.decoded_tokens * load.step_s
+
+    def _observed(self, instance_id: InstanceId, modelled_s: float, observed_s: float) -> None:
+        known = self._corrections.get(instance_id, Correction())
+        self._corrections[instance_id] = known.observed(modelled_s, observed_s)
+
+    def _workers_of(self, node_id: NodeId) -> list[InstanceId]:
+        known = self._workers.get(node_id)
+        if known is None:
+            known = self._workers[node_id] = [
+                lease.member.instance_id
+                for lease in self._peers
+                if lease.member.role in WORKERS and lease.member.node_id == node_id
+            ]
+        return known

@@ -1,0 +1,105 @@
+"""From what an instance reported and what was placed on it since to the view that a policy sees. Pure functions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mooncake_mesh.mesh.peers import Lease
+from mooncake_mesh.policy.cost_model import CostModel
+from mooncake_mesh.policy.forecast import kv_limit_tokens
+from mooncake_mesh.policy.views import InstanceView, QueuedPrompt, RunningSequence
+from mooncake_proto.control import Load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """Placed, and not taken over by a beat yet.
+
+    At a prefill instance a prompt, at a decode instance KV, at a messenger blocks that decoding will reserve.
+    """
+
+    placed_s: float
+    tokens: int = 0
+    prefill_s: float = 0.0
+    blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRoom:
+    """Blocks of the arena on an instance's node."""
+
+    blocks_total: int
+    blocks_available: int
+
+
+def node_room(reported: Load, pending: Sequence[Pending]) -> NodeRoom:
+    """What a messenger reported, less what was promised to decode instances since.
+
+    Prompts take no share of that: at a prefill instance they wait in line and hold blocks one after the other.
+    """
+    reserved = sum(work.blocks for work in pending)
+    return NodeRoom(
+        blocks_total=reported.blocks_total,
+        blocks_available=max(0, reported.blocks_free + reported.blocks_evictable - reserved),
+    )
+
+
+def prefill_view(
+    lease: Lease, room: NodeRoom, pending: Sequence[Pending], cost: CostModel, factor: float
+) -> InstanceView:
+    """The first queued prompt has been computed for a while when it is reported; the others follow without a gap."""
+    load = lease.load
+    prompts = load.queued_prompts or (((load.queued_tokens, 0),) if load.queued_tokens else ())
+    queue = [
+        QueuedPrompt(tokens=uncached + cached, prefill_s=factor * cost.prefill_s(uncached, cached))
+        for uncached, cached in prompts
+    ]
+    busy_until_s = lease.renewed_s
+    if queue:
+        busy_until_s += max(0.0, queue[0].prefill_s - load.prefill_elapsed_s)
+        busy_until_s += sum(prompt.prefill_s for prompt in queue[1:])
+    for work in pending:
+        busy_until_s = max(busy_until_s, work.placed_s) + work.prefill_s
+        queue.append(QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s))
+    return InstanceView(
+        instance_id=lease.member.instance_id,
+        node_id=lease.member.node_id,
+        blocks_total=room.blocks_total,
+        blocks_available=room.blocks_available,
+        busy_until_s=busy_until_s,
+        queue=tuple(queue),
+        factor=factor,
+    )
+
+
+def decode_view(
+    lease: Lease,
+    room: NodeRoom,
+    pending: Sequence[Pending],
+    cost: CostModel,
+    factor: float,
+    step_limit_s: float | None,
+) -> InstanceView:
+    """*step_limit_s* bounds the KV it may run; without one its blocks do."""
+    load = lease.load
+    limit_tokens = 0
+    if step_limit_s is not None and lease.member.model is not None:
+        room_tokens = room.blocks_total * lease.member.model.block_tokens
+        known = load.running_tokens / load.running_jobs if load.running_jobs else room_tokens
+        limit_tokens = kv_limit_tokens(
+            cost, factor=factor, tbt_s=step_limit_s, room_tokens=room_tokens, tokens_per_job=max(1.0, known)
+        )
+    return InstanceView(
+        instance_id=lease.member.instance_id,
+        node_id=lease.member.node_id,
+        blocks_total=room.blocks_total,
+        blocks_available=room.blocks_available,
+        running_jobs=load.running_jobs,
+        running_tokens=load.running_tokens,
+        waiting_jobs=load.queued_jobs + len(pending),
+        waiting_tokens=load.queued_tokens + sum(work.tokens for work in pending),
+        sequences=tuple(
+            RunningSequence(tokens=tokens, age_s=decoded * load.step_s) for tokens, decoded in load.sequences
+        ),
+        kv_limit_tokens=limit_tokens,
+        factor=factor,
+    )

@@ -1,0 +1,25 @@
+"""The names of the scheduling policies that a conductor can be configured with.
+
+They stand alone so that the configuration needs no policy and no policy needs the configuration.
+"""
+
+import enum
+
+
+class PlacementKind(enum.Enum):
+    """How a prefill instance is chosen. What each does: :mod:`mooncake_mesh.policy.prefill_choice`."""
+
+    RANDOM = "random"
+    LOAD_BALANCE = "load_balance"
+    LOCAL = "local"
+    KVCACHE_CENTRIC = "kvcache_centric"
+    ADAPTIVE = "adaptive"
+
+
+class AdmissionKind(enum.Enum):
+    """What a request is refused for. What each does: :mod:`mooncake_mesh.policy.admission`."""
+
+    BASELINE = "baseline"
+    EARLY = "early"
+    PREDICTIVE = "predictive"
+    HOLD = "hold"

@@ -1,0 +1,139 @@
+"""Whether a request that has been placed is let in: the four strategies against overload.
+
+All of them refuse what is not expected to get its first token within the objective. They differ in when and how they
+look at decoding:
+
+``baseline``    not at arrival: the decode instance finds out when the KV is there (:func:`decode_refusal`), and
+                what was computed by then is lost.
+``early``       at arrival, at the load as it is now. Load that is still being computed is overlooked, so prefill and
+                decode take turns at being full.
+``predictive``  at arrival, at the mean load expected for the moment of the first token, if every request is decoded
+                equally long.
+``hold``        at arrival, at all KV in progress in the cluster against what can be decoded at a time. Some more may be
+                in progress than fits, for it takes time to be computed: the more the longer that takes.
+
+Times of a refusal come from the same forecasts.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from mooncake_mesh.config_scheduling import AdmissionKind
+from mooncake_mesh.policy.cost_model import CostModel
+from mooncake_mesh.policy.decisions import Placed, Refused, contended
+from mooncake_mesh.policy.forecast import (
+    decoding_at,
+    decoding_now,
+    freed_after_s,
+    kv_capacity_tokens,
+    kv_in_progress_tokens,
+)
+from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
+
+TBT_SHARE: Final = 0.97
+"""Part of the TBT objective that planned steps may take."""
+
+_WIP_BASE: Final = 1.1
+_WIP_PER_TTFT: Final = 1.5
+"""KV in progress over capacity: how much is let in when computing takes no time, and how much more by the ratio of
+TTFT to decode time. Tuned by simulation on the papers' traces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """``decode_s``: how long requests are taken to be decoded, None for what was observed, ``assumed_decode_s`` until
+    something was. ``wip_limit``: for ``hold``, KV in progress over capacity; None adapts it to the observed times."""
+
+    kind: AdmissionKind = AdmissionKind.EARLY
+    decode_s: float | None = None
+    assumed_decode_s: float = 30.0
+    wip_limit: float | None = None
+
+    def decode_time_s(self, cluster: ClusterView) -> float:
+        return self.decode_s or cluster.decode_s or self.assumed_decode_s
+
+
+def admission_refusal(
+    request: RequestShape,
+    placed: Placed,
+    cluster: ClusterView,
+    cost: CostModel,
+    objectives: Objectives,
+    admission: Admission,
+) -> Refused | None:
+    """Why *request*, which would run as *placed*, is not let in; None when it is."""
+    if objectives.ttft_s is not None and placed.ttft_est_s > objectives.ttft_s:
+        return contended("ttft_objective", after_s=placed.ttft_est_s - objectives.ttft_s)
+    decode_s = admission.decode_time_s(cluster)
+    match admission.kind:
+        case AdmissionKind.BASELINE:
+            return None
+        case AdmissionKind.EARLY:
+            load = least_decode_load(request, cluster, cost, objectives)
+            return _overloaded("tbt_objective", load, decode_s)
+        case AdmissionKind.PREDICTIVE:
+            load = _predicted_load(request, placed.ttft_est_s, cluster, cost, objectives, decode_s)
+            return _overloaded("tbt_objective_predicted", load, decode_s)
+        case AdmissionKind.HOLD:
+            return _hold_refusal(request, cluster, admission, decode_s)
+
+
+def least_decode_load(request: RequestShape, cluster: ClusterView, cost: CostModel, objectives: Objectives) -> float:
+    """Load of the least loaded decode instance, were *request* decoded there now."""
+    return min(
+        decoding_now(instance)
+        .with_added(1, request.prompt_tokens)
+        .load(cost, block_tokens=request.block_tokens, tbt_s=objectives.tbt_s)
+        for instance in cluster.decode
+    )
+
+
+def decode_refusal(
+    request: RequestShape, instance: InstanceView, cost: CostModel, objectives: Objectives, decode_s: float
+) -> Refused | None:
+    """The check of ``baseline`` when the KV has come to *instance*: is there room for it now, and time in a step?"""
+    load = (
+        decoding_now(instance)
+        .with_added(1, request.prompt_tokens)
+        .load(cost, block_tokens=request.block_tokens, tbt_s=objectives.tbt_s)
+    )
+    return _overloaded("tbt_objective", load, decode_s)
+
+
+def wip_limit(cluster: ClusterView, admission: Admission) -> float:
+    """KV in progress over capacity that ``hold`` allows."""
+    if admission.wip_limit is not None:
+        return admission.wip_limit
+    return _WIP_BASE + _WIP_PER_TTFT * cluster.ttft_s / admission.decode_time_s(cluster)
+
+
+def _predicted_load(
+    request: RequestShape,
+    after_s: float,
+    cluster: ClusterView,
+    cost: CostModel,
+    objectives: Objectives,
+    decode_s: float,
+) -> float:
+    share = 1.0 / len(cluster.decode)
+    loads = [
+        batch.with_added(share, request.prompt_tokens * share).load(
+            cost, block_tokens=request.block_tokens, tbt_s=objectives.tbt_s
+        )
+        for batch in decoding_at(cluster, after_s, decode_s)
+    ]
+    return sum(loads) / len(loads)
+
+
+def _hold_refusal(request: RequestShape, cluster: ClusterView, admission: Admission, decode_s: float) -> Refused | None:
+    """A request that is alone may be larger than the limit: it would never be let in otherwise."""
+    in_progress = kv_in_progress_tokens(cluster)
+    allowed = wip_limit(cluster, admission) * kv_capacity_tokens(cluster.decode, request.block_tokens)
+    excess = in_progress + request.prompt_tokens - allowed
+    if excess <= 0 or in_progress == 0:
+        return None
+    return contended("kv_in_progress", after_s=freed_after_s(excess, in_progress, decode_s))
+
+
+def _overloaded(reason: str, load: float, decode_s: float) -> Refused | None:
+    return None if load <= 1.0 else contended(reason, after_s=freed_after_s(load - 1.0, load, decode_s))

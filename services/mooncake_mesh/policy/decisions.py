@@ -1,0 +1,41 @@
+"""What comes out of a scheduling decision."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from mooncake_proto.ids import InstanceId, NodeId
+
+RETRY_AFTER_S: Final = 1.0
+"""Least time after which a refused request should come again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """``fetch_prefix_blocks`` is the prefix, from the first block on, that the prefill node has after copying from
+    ``fetch_node``; without a copy both say so by None and 0. Block counts are hints."""
+
+    prefill: InstanceId
+    decode: InstanceId
+    local_prefix_blocks: int
+    fetch_node: NodeId | None
+    fetch_prefix_blocks: int
+    ttft_est_s: float
+    tbt_est_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """``unavailable``: nobody could serve this at all (503); otherwise the mesh is too busy for it now (429)."""
+
+    reason: str
+    unavailable: bool
+    retry_after_s: float
+
+
+def unavailable(reason: str) -> Refused:
+    return Refused(reason=reason, unavailable=True, retry_after_s=RETRY_AFTER_S)
+
+
+def contended(reason: str, *, after_s: float = 0.0) -> Refused:
+    """*after_s* is when the cause is expected to be over."""
+    return Refused(reason=reason, unavailable=False, retry_after_s=max(RETRY_AFTER_S, after_s))
