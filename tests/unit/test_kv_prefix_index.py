@@ -1,8 +1,10 @@
+import random
 import tracemalloc
 
 import pytest
 
 from mooncake_mesh.kv.prefix_index import PrefixIndex
+from mooncake_mesh.kv.prefix_segments import SEGMENT_BLOCKS, SegmentMemo
 from mooncake_proto.ids import BlockKey, NodeId
 
 A, B = NodeId("a"), NodeId("b")
@@ -31,6 +33,47 @@ def test_the_first_hole_ends_a_prefix() -> None:
     index.apply_removed(A, keys[2])
     index.apply_removed(B, keys[0])
     assert index.prefix_blocks(keys) == {A: 2}
+
+
+def test_long_prefixes_are_exact_whatever_is_stored_and_evicted_in_between() -> None:
+    draw = random.Random(1)
+    index = PrefixIndex(max_entries=100_000)
+    root = chain(64)
+    chains = [root + chain(100, first=1_000 * n) for n in range(1, 4)]
+    held: dict[NodeId, set[BlockKey]] = {NodeId(f"n{i}"): set() for i in range(5)}
+    for node, mine in held.items():
+        for keys in chains:
+            mine.update(keys[: draw.randrange(len(keys) + 1)])
+        index.replace(node, list(mine))
+    for _ in range(300):
+        keys = draw.choice(chains)[: draw.randrange(1, 165)]
+        expected = {
+            node: depth
+            for node, mine in held.items()
+            if (depth := next((i for i, key in enumerate(keys) if key not in mine), len(keys)))
+        }
+        assert index.prefix_blocks(keys) == expected
+        node, key = draw.choice(list(held)), draw.choice(draw.choice(chains))
+        if key in held[node]:
+            held[node].remove(key)
+            index.apply_removed(node, key)
+        else:
+            held[node].add(key)
+            index.apply_stored(node, key)
+
+
+def test_remembered_stretches_are_bounded_and_forgotten_ones_are_still_right() -> None:
+    masks: dict[BlockKey, int] = {}
+    memo = SegmentMemo(masks, max_segments=2)
+    chains = [chain(SEGMENT_BLOCKS, first=1_000 * n) for n in range(4)]
+    for n, keys in enumerate(chains):
+        masks.update(dict.fromkeys(keys, n + 1))
+    for _ in range(3):
+        assert [memo.common(keys, 0) for keys in chains] == [1, 2, 3, 4]
+    assert len(memo.commons) <= 2
+    masks[chains[3][5]] = 8 | 4
+    memo.changed(chains[3][5])
+    assert memo.common(chains[3], 0) == 4
 
 
 def test_a_slot_that_is_used_again_starts_empty() -> None:

@@ -2,7 +2,7 @@
 
 Each key maps to an integer with one bit per node, so the nodes that hold a whole prefix are the AND along its chain,
 and one walk of the chain gives every node's prefix at once: a node's prefix ends where its bit drops out. Eviction on
-a node need not have been leaf-first for that.
+a node need not have been leaf-first for that. Stretches that are asked for often are walked in one step.
 
 Memory is what an index of millions of entries is made of. An entry is one (key, node) pair. A key costs about 64
 bytes and its place in the map 60 to 100; each pair adds 30 to 55 in its node's set (and 64 for that node's own copy
@@ -12,8 +12,12 @@ pairs is capped.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
+from mooncake_mesh.kv.prefix_segments import SEGMENT_BLOCKS, SegmentMemo
 from mooncake_proto.ids import BlockKey, NodeId
+
+_MAX_SEGMENTS: Final = 8_192
 
 
 class PrefixIndex:
@@ -30,6 +34,7 @@ class PrefixIndex:
         self._max_entries = max_entries
         self._entries = 0
         self._masks: dict[BlockKey, int] = {}
+        self._segments = SegmentMemo(self._masks, max_segments=_MAX_SEGMENTS)
         self._arrivals = _Arrivals()
         self._slot_of: dict[NodeId, int] = {}
         self._slots: list[_Slot | None] = []
@@ -58,13 +63,16 @@ class PrefixIndex:
         if not keys:
             return found
         alive = self._masks.get(keys[0], 0)
-        for depth, key in enumerate(keys):
-            still = alive & self._masks.get(key, 0)
-            if still != alive:
-                self._record(found, alive ^ still, depth)
-                alive = still
+        commons, whole = self._segments.commons, len(keys) - len(keys) % SEGMENT_BLOCKS
+        for start in range(0, whole, SEGMENT_BLOCKS):
             if not alive:
                 return found
+            common = commons.get(keys[start + SEGMENT_BLOCKS - 1])
+            if common is None:
+                common = self._segments.common(keys, start)
+            if alive & common != alive:
+                alive = self._walk(found, alive, keys, start, start + SEGMENT_BLOCKS)
+        alive = self._walk(found, alive, keys, whole, len(keys))
         self._record(found, alive, len(keys))
         return found
 
@@ -79,6 +87,7 @@ class PrefixIndex:
             self._masks[key] = slot.bit
         else:
             self._masks[key] = mask | slot.bit
+            self._segments.changed(key)
         slot.keys.add(key)
         self._entries += 1
         while self._entries > self._max_entries:
@@ -130,12 +139,25 @@ class PrefixIndex:
             self._slot_of[node] = number
         return number
 
+    def _walk(self, found: dict[NodeId, int], alive: int, keys: Sequence[BlockKey], start: int, end: int) -> int:
+        """Follow *alive* over keys *start* … *end* - 1: record whose prefix ends there, return who is left."""
+        masks = self._masks
+        for depth in range(start, end):
+            still = alive & masks.get(keys[depth], 0)
+            if still != alive:
+                self._record(found, alive ^ still, depth)
+                alive = still
+                if not alive:
+                    break
+        return alive
+
     def _record(self, found: dict[NodeId, int], mask: int, depth: int) -> None:
         for number in _bits(mask):
             found[self._at(number).node] = depth
 
     def _clear_bit(self, slot: "_Slot", key: BlockKey) -> None:
         mask = self._masks[key] ^ slot.bit
+        self._segments.changed(key)
         if mask:
             self._masks[key] = mask
         else:
@@ -146,6 +168,7 @@ class PrefixIndex:
 
     def _forget_oldest(self) -> None:
         key = self._arrivals.pop_oldest()
+        self._segments.changed(key)
         for number in _bits(self._masks.pop(key)):
             self._at(number).keys.remove(key)
             self._entries -= 1
