@@ -19,10 +19,12 @@ from bench.simulator_prefill import PrefillShell
 from bench.simulator_results import LoadSample, RequestRecord, RunResult
 from bench.traces import BLOCK_TOKENS, TraceRequest
 from mooncake_mesh.conductor.core import ConductorCore
+from mooncake_mesh.config_scheduling import AdmissionKind
 from mooncake_mesh.kv.block_hash import join_keys
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh.peers import PeerTable
+from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling
 from mooncake_mesh.policy.views import Objectives
 from mooncake_proto.ids import JobId
 from mooncake_proto.serving import Rejected, Schedule
@@ -43,6 +45,8 @@ class MeshSetup:
     decode: int
     kind: NodeKind = NODES["8xa800"]
     objectives: Objectives = field(default_factory=Objectives)
+    scheduling: Scheduling = DEFAULT_SCHEDULING
+    seed: int = 0
     chunk_tokens: int = 0
     max_batch: int = 1024
     max_new_tokens: int = 2048
@@ -91,6 +95,8 @@ class _Run:
             cost=setup.kind,
             objectives=setup.objectives,
             started_s=0.0,
+            scheduling=setup.scheduling,
+            seed=setup.seed,
         )
         self._holders: dict[str, SimNode] = {}
         self._prefill = [self._prefill_shell(i) for i in range(setup.prefill)]
@@ -261,21 +267,47 @@ class _Run:
         self._perhaps_land(flight)
 
     def _computed(self, flight: Flight) -> None:
-        now_s = self._clock.now_s
         flight.is_computed = True
-        if flight.is_first_job:
-            flight.record.first_token_s = now_s
-        flight.token_at(now_s)
-        if self._draws_more(flight):
+        if not self._draws_more(flight):
+            self._first_token(flight)
+            self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
+            self._finished(flight)
+        elif self._is_refused_now(flight):
+            self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
+            self._decode_of[flight.placement.decode.instance_id].dropped(flight)
+            self._open -= 1
+        else:
+            if not self._holds:
+                self._first_token(flight)
             self._perhaps_land(flight)
-            return
-        self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
-        self._finished(flight)
+
+    @property
+    def _holds(self) -> bool:
+        """Whether a first token is kept back until its sequence can be decoded; the wait counts as TTFT."""
+        return self._setup.scheduling.admission.kind is AdmissionKind.HOLD
+
+    def _first_token(self, flight: Flight) -> None:
+        if flight.is_first_job:
+            flight.record.first_token_s = self._clock.now_s
+        flight.token_at(self._clock.now_s)
+
+    def _is_refused_now(self, flight: Flight) -> bool:
+        """The check at the end of prefill, for those that did not hold. What was computed is lost."""
+        if self._holds or self._setup.objectives.tbt_s is None or not flight.is_first_job:
+            return False
+        decode = self._decode_of[flight.placement.decode.instance_id]
+        admission = self._setup.scheduling.admission
+        decode_s = admission.decode_s or admission.assumed_decode_s
+        reason = decode.refusal(flight, self._setup.objectives, decode_s)
+        flight.record.refused = f"{reason}_at_decode" if reason else ""
+        return bool(reason)
 
     def _perhaps_land(self, flight: Flight) -> None:
         if flight.is_computed and flight.sent_s == flight.sent_s:
 
             def land() -> None:
+                if self._holds:
+                    self._first_token(flight)
                 self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
                 self._decode_of[flight.placement.decode.instance_id].landed(flight)
 

@@ -13,8 +13,10 @@ from bench.simulator_flight import Flight
 from bench.simulator_node import INCARNATION, SimNode
 from bench.simulator_results import Interval
 from mooncake_mesh.decode.core import DecodeCore, DecodeSequence, QueueFull, SequenceStage
-from mooncake_mesh.errors import NoFreeBlocks
+from mooncake_mesh.errors import NoFreeBlocks, Rejected
 from mooncake_mesh.kv.block_hash import split_keys
+from mooncake_mesh.policy.admission import decode_refusal
+from mooncake_mesh.policy.views import InstanceView, Objectives, RequestShape
 from mooncake_proto.control import Load, Member, Role
 from mooncake_proto.ids import InstanceId, JobId, TransferId
 from mooncake_proto.serving import DecodeJob, Sampling, Stopping
@@ -74,10 +76,14 @@ class DecodeShell:
             queued_tokens=core.waiting_tokens,
             running_jobs=core.n_jobs - waiting,
             running_tokens=core.running_tokens + stepped * len(self._batch),
-            step_s=self._step_s,
+            step_s=self._step_s_after(stepped),
             sequences=self._progress(stepped),
             decoded_tokens=core.decoded_tokens,
         )
+
+    def _stepped_tokens(self) -> int:
+        """Tokens of the window's steps that are over; the core hears of them when the window is."""
+        return min(self._steps_by(self.node.clock.now_s), self._steps) * len(self._batch)
 
     def _progress(self, stepped: int) -> tuple[tuple[int, int], ...]:
         """That of the core, with *stepped* tokens more for all that are in the batch."""
@@ -148,6 +154,38 @@ class DecodeShell:
             self._shorten(self._steps_by(self.node.clock.now_s) + 1)
         else:
             self._begin()
+
+    def refusal(self, flight: Flight, objectives: Objectives, decode_s: float) -> str:
+        """The second check of the papers, when a prompt is computed: why it is not decoded here; empty when it is."""
+        core, pool = self.core, self.node.messenger.pool
+        view = InstanceView(
+            instance_id=self.member.instance_id,
+            node_id=self.node.node_id,
+            blocks_total=pool.n_blocks,
+            blocks_available=pool.available_blocks,
+            running_jobs=core.n_jobs - core.n_waiting,
+            running_tokens=core.running_tokens + self._stepped_tokens(),
+        )
+        shape = RequestShape(
+            prompt_tokens=flight.prompt_tokens,
+            max_new_tokens=1,
+            block_tokens=self._block_tokens,
+            block_bytes=self.node.block_bytes,
+            prefix_blocks={},
+        )
+        refused = decode_refusal(shape, view, self.node.kind, objectives, decode_s)
+        return "" if refused is None else refused.reason
+
+    def dropped(self, flight: Flight) -> None:
+        """A job whose KV is not to come: its place and its blocks are given back."""
+        sequence = self.core.get(flight.job_id)
+        assert sequence is not None, "a job is dropped before it lands"
+        del self._flights[flight.job_id]
+        sequence.stop = Rejected("tbt_objective", unavailable=False, retry_after_s=1.0)
+        self.core.stopped(sequence)
+        self.core.forget(sequence)
+        self._cached_blocks.pop(flight.job_id, None)
+        self.node.withdraw(flight.job_id)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -228,12 +266,19 @@ class DecodeShell:
             steps += 1
         return steps
 
+    def _step_s_after(self, steps: int) -> float:
+        """The live worker's moving average after *steps* of the window; they grow by the same time each."""
+        if not steps:
+            return self._step_s
+        memory = _STEP_MEMORY**steps
+        average = memory * (self._step_s or self._first_step_s) + (1 - memory) * self._first_step_s
+        return average + self._step_growth_s * (steps - (1 - memory) / (1 - _STEP_MEMORY))
+
     def _finish_window(self) -> None:
         batch, steps = self._batch, self._steps
         step_s = self._elapsed_s(steps) / steps
         self._log.append((step_s, steps))
-        memory = _STEP_MEMORY**steps
-        self._step_s = memory * self._step_s + (1 - memory) * step_s if self._step_s else step_s
+        self._step_s = self._step_s_after(steps)
         for sequence in batch:
             sequence.length += steps - 1
             sequence.drawn += steps - 1

@@ -86,6 +86,11 @@ class SimNode:
             then(got)
         self.publish()
 
+    def withdraw(self, job_id: JobId) -> None:
+        """End a job that may still wait for room."""
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[0].job_id != job_id)
+        self.release(job_id)
+
     def publish(self) -> None:
         """Tell the conductor which keys this node began and ceased to hold."""
         events = self.messenger.drain_events()

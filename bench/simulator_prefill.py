@@ -60,6 +60,7 @@ class PrefillShell:
             running_jobs=self.core.running_jobs,
             prefill_tokens_per_s=self._tokens_per_s,
             queued_prompts=self.core.queued_prompts(),
+            prefill_elapsed_s=self.core.elapsed_s(self.node.clock.now_s),
             prefills=self.core.prefills,
             recent_prefills=self.core.recent_prefills(),
         )

@@ -122,7 +122,7 @@ def test_a_full_decode_pool_makes_the_youngest_go_and_come_again() -> None:
 
 
 def test_taking_many_steps_at_once_changes_nothing() -> None:
-    cost = kind(step_context_token_s=1e-6, step_sequence_s=0.001)
+    cost = kind(step_context_token_s=1.0371e-6, step_sequence_s=0.00101713, prefill_token_s=0.00100317)
     at_once = simulate(busy(), setup(2, 2, kind=cost, decode_blocks=60))
     one_by_one = simulate(busy(), setup(2, 2, kind=cost, decode_blocks=60, longest_window_steps=1))
     assert at_once.events < one_by_one.events * 0.75
@@ -134,11 +134,11 @@ def test_taking_many_steps_at_once_changes_nothing() -> None:
 
 def test_objectives_refuse_what_would_be_late() -> None:
     work = [request(0.001 * i, 200, 2, f"{i}") for i in range(20)]
-    strict = simulate(work, setup(objectives=Objectives(ttft_s=0.5)))
+    strict = simulate(work, setup(objectives=Objectives(ttft_s=0.5), decode_blocks=1000))
     assert strict.rejected > 10
     assert set(strict.reasons()) == {"ttft_objective"}
     assert max(strict.ttfts()) <= 0.55
-    assert simulate(work, setup()).rejected == 0
+    assert simulate(work, setup(decode_blocks=1000)).rejected == 0
 
 
 def _digest(result: RunResult) -> str:
