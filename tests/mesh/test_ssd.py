@@ -113,6 +113,26 @@ def test_killed_in_the_middle_of_moving_blocks_again_and_again(tmp_path: Path) -
         _ask(mesh, FIRST)
 
 
+def test_another_node_gets_a_prefix_that_left_the_arena(tmp_path: Path) -> None:
+    """The node with the prefix has lost its prefill instance; its messenger sends from SSD."""
+    slow = [*WORKER, "--fake-prefill-s-per-token=0.005"]
+    flags = {"messenger0": [f"--ssd-dir={tmp_path}", "--ssd-bytes=64MiB"], "prefill": slow, "decode": WORKER}
+    with Mesh(arena_bytes="2MiB", prefill_nodes=(0, 2), flags=flags) as mesh:
+        mesh.kill("prefill1")
+        mesh.wait(lambda: None if _takes_work(mesh, "prefill1") else True, what="prefill1 to be missed")
+        _demote_first(mesh)
+        mesh.kill("prefill0")
+        mesh.start("prefill1")
+        mesh.wait(lambda: _takes_work(mesh, "prefill1") or None, what="prefill1 to take work")
+        mesh.wait(lambda: None if _takes_work(mesh, "prefill0") else True, what="prefill0 to be missed")
+        assert _ask(mesh, FIRST) == _whole_blocks(FIRST) * LAYOUT.block_tokens
+        assert mesh.wait_log("messenger2", "prefix_fetched")["blocks"] == _whole_blocks(FIRST)
+
+
+def _takes_work(mesh: Mesh, name: str) -> bool:
+    return any(state.takes_work for state in mesh.status().cluster.members if state.member.instance_id == name)
+
+
 def _keys_of(prompt: str) -> list[BlockKey]:
     root = key_root(
         fingerprint=FAKE.fingerprint,

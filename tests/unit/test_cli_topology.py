@@ -131,3 +131,13 @@ def test_reachable_http_passes_the_consent_on() -> None:
 def test_long_folder_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^run_dir: the path of a socket has at most 107 bytes"):
         plan_mesh(UpConfig(), Path("/tmp/" + "x" * 100), 8000)
+
+
+def test_each_node_has_its_own_folder_for_blocks_that_leave_its_arena() -> None:
+    configs = _loaded(plan_mesh(UpConfig(ssd_dir=Path("/data/kv"), ssd_bytes=3 << 30), RUN_DIR, 8000))
+    stores = [configs["messenger0"], configs["messenger1"]]
+    assert all(isinstance(store, MessengerConfig) for store in stores)
+    assert [(store.ssd_dir, store.ssd_bytes) for store in stores if isinstance(store, MessengerConfig)] == [
+        (Path("/data/kv/node0"), 3 << 30),
+        (Path("/data/kv/node1"), 3 << 30),
+    ]

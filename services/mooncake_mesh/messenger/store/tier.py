@@ -196,7 +196,7 @@ class SsdTier:
         return await asyncio.shield(tasks.create_task(self._read(target.holder, coming, file)))
 
     async def _read(self, holder: str, coming: Sequence[Coming], file: BlockFile) -> int:
-        size = Staging.slots_for(self._namespace.block_bytes)
+        size = min(Staging.slots_for(self._namespace.block_bytes), -(-len(coming) // _READERS))
         batches = [coming[start : start + size] for start in range(0, len(coming), size)]
         outcomes = await asyncio.gather(*(self._read_batch(batch, file) for batch in batches))
         faults = [fault for batch in outcomes for fault in batch]
