@@ -184,7 +184,7 @@ def test_bfloat16_answers() -> None:
 
 
 def test_another_architecture_equals_generate(tmp_path: Path) -> None:
-    """A folder with a random Qwen2, three layers, sliding through blocks and chunks."""
+    """A folder with a random Qwen2: its prompts cross blocks and chunks."""
     save_qwen2(tmp_path)
     reference = GreedyReference(tmp_path)
     prompts = [reference.prompt(n_tokens, seed=1) for n_tokens in (7, 64, 200)]
