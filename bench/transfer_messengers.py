@@ -3,7 +3,8 @@
 This process plays the workers of both nodes. Ops: ``put`` moves blocks that node A holds into blocks reserved on node B
 (as a prefill instance does), ``get`` lets node B fetch sealed blocks of node A (as a prefix hit elsewhere does); a call
 ends when all bytes are in B's pool, verified and, for ``get``, findable there. ``singly`` puts the blocks of a call as
-so many transfers at once. ``start`` is the life of a messenger from its process to a mapped arena of ``size_bytes``.
+so many transfers at once. ``start`` is the life of a messenger from its process to a mapped arena of ``size_bytes``;
+``map`` is the last part of it alone, for an arena that has been touched: registration and mapping.
 """
 
 import asyncio
@@ -12,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
@@ -40,6 +40,7 @@ from mooncake_proto.transfer import (
 )
 
 _TIMEOUT_S: Final = 30.0
+_START_BLOCK_BYTES: Final = 1 << 20
 _ARENA_BYTES: Final = 256 << 20
 _LEAST_BLOCKS: Final = 64
 _MOST_BLOCKS: Final = 1024
@@ -129,8 +130,8 @@ async def _answer(folder: Path, transport: str) -> None:
     try:
         while (question := await asyncio.to_thread(read_question)) is not None:
             size = question.size_bytes
-            if question.op == "start":
-                give(await timed_async(question, partial(_start, folder, size)))
+            if question.op in ("start", "map"):
+                give(await (_measure_start if question.op == "start" else _measure_map)(question, folder))
                 continue
             if size not in nodes:
                 nodes[size] = await _start_pair(folder, transport, size)
@@ -140,10 +141,29 @@ async def _answer(folder: Path, transport: str) -> None:
             node.close()
 
 
-async def _start(folder: Path, arena_bytes: int, call: int) -> None:
-    node = Node(f"start{call}", folder, "auto", arena_bytes)
-    await node.attach(1 << 20)
+async def _measure_start(question: Question, folder: Path) -> Answer:
+    async def work(call: int) -> None:
+        node = Node(f"start{call}", folder, "auto", question.size_bytes)
+        await node.attach(_START_BLOCK_BYTES)
+        node.close()
+
+    return await timed_async(question, work)
+
+
+async def _measure_map(question: Question, folder: Path) -> Answer:
+    node = Node("map", folder, "auto", question.size_bytes)
+    await node.attach(_START_BLOCK_BYTES)
+    node.content[:] = 7
+
+    async def work(_: int) -> None:
+        assert node.arena is not None
+        node.arena.close()
+        await node.attach(_START_BLOCK_BYTES)
+        node.content[:, ::4096].sum()  # every page is reached through the new mapping
+
+    answer = await timed_async(question, work)
     node.close()
+    return answer
 
 
 async def _start_pair(folder: Path, transport: str, block_bytes: int) -> tuple[Node, Node]:

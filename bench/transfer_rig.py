@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -110,8 +111,11 @@ class Rig:
             self._unread += data
 
     def _last_words(self) -> str:
+        """The last Python exception, if there is one among what libraries log; the last lines otherwise."""
         self._errors.seek(0)
-        return " / ".join(self._errors.read().decode(errors="replace").split("\n")[-4:])[-400:]
+        lines = self._errors.read().decode(errors="replace").strip().split("\n")
+        raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failure|Failed|Lost)\b", line)]
+        return (raised[-1] if raised else " / ".join(lines[-3:]))[-400:]
 
     def _members(self) -> list[psutil.Process]:
         try:

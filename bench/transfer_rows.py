@@ -26,8 +26,8 @@ _CORES: Final = os.cpu_count() or 1
 _RDMA_TIMEOUT_S: Final = 600.0
 _ROOT: Final = Path(__file__).parent.parent
 
-Measured = dict[tuple[str, Question], list[Answer]]
-"""Label of a path and question → an answer of each round."""
+Measured = dict[tuple[str, Question], dict[int, Answer]]
+"""Label of a path and question → answers by round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +94,14 @@ def add_grids(measured: Measured, paths: Sequence[MeasuredPath], report: Transfe
 
 
 def answers_of(measured: Measured, label: str, size_bytes: int, batch: int) -> list[Answer]:
-    return next(
-        (
-            answers
-            for (name, question), answers in measured.items()
-            if name == label and question.size_bytes == size_bytes and question.batch == batch
-        ),
-        [],
-    )
+    return list(_by_round(measured, label, size_bytes, batch).values())
+
+
+def _by_round(measured: Measured, label: str, size_bytes: int, batch: int) -> dict[int, Answer]:
+    for (name, question), answers in measured.items():
+        if name == label and question.size_bytes == size_bytes and question.batch == batch:
+            return answers
+    return {}
 
 
 def _throughput(measured: Measured, path: MeasuredPath, size: int, batch: int, report: TransferReport) -> str:
@@ -186,12 +186,14 @@ class _Versus:
 
     def aim(self, ours: str, theirs: str, size: int, batch: int, least_ratio: float) -> None:
         """One row, if both were measured; the median of the rounds' own ratios decides."""
-        mine = answers_of(self._measured, ours, size, batch)
-        other = answers_of(self._measured, theirs, size, batch)
-        if not mine or not other:
+        of_ours = _by_round(self._measured, ours, size, batch)
+        of_theirs = _by_round(self._measured, theirs, size, batch)
+        rounds = of_ours.keys() & of_theirs.keys()
+        if not rounds:
             return
+        mine, other = list(of_ours.values()), list(of_theirs.values())
         values = [answer.gb_per_s for answer in mine]
-        ratio = median(a.gb_per_s / b.gb_per_s for a, b in zip(mine, other, strict=False))
+        ratio = median(of_ours[number].gb_per_s / of_theirs[number].gb_per_s for number in rounds)
         self._report.row(
             f"{ours} / {theirs}, {name_of(size)} x {batch}",
             median(values),
