@@ -35,9 +35,17 @@ _SUMMARIES: Final = {
     "messenger": "run a node's messenger: its KVCache arena and transports",
 }
 
+_SIMULATE: Final = "simulate"
+"""Runs no process of a mesh: its flags are its own, and no configuration is read for it."""
+
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Run one sub-command; the process' exit code. A refused configuration is one line on stderr and code 2."""
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] == [_SIMULATE]:
+        from mooncake_mesh.cli import simulate
+
+        return simulate.run(given[1:])
     arguments = _parser().parse_args(argv)
     name: str = arguments.command
     try:
@@ -66,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, summary in _SUMMARIES.items():
         command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".", allow_abbrev=False)
         add_flags(command, SECTIONS[name])
+    commands.add_parser(_SIMULATE, help="replay a request trace on a simulated mesh", add_help=False)
     return parser
 
 
