@@ -1,4 +1,4 @@
-"""RDMA on real verbs: ``scripts/rdma-vm .venv/bin/python -m pytest tests/hardware``."""
+"""RDMA on real verbs: ``scripts/rdma-vm python -m pytest tests/hardware``."""
 
 import asyncio
 import os
