@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 Sockets = tuple[socket.socket, list[socket.socket]]
 """Control connection and lanes of a link."""
 
-FRAME_BYTES: Final = 4 << 20
+FRAME_BYTES: Final = 8 << 20
 """Slices are gathered into frames of about this size: an acknowledgement each, and a place in the window."""
 _ATTEMPTS: Final = 4
 _BACK_OFF_S: Final = 0.05
