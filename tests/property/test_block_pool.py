@@ -88,6 +88,10 @@ class PoolMachine(RuleBasedStateMachine):
                 return sorted(candidates, key=lambda b: model.uses[b])
             case EvictionKind.LENGTH_AWARE:
                 return sorted(candidates, key=lambda b: (model.uses[b], -model.depth[b]))
+            case EvictionKind.REUSE:  # it learns, so that only it can tell; but it must be true to its word
+                order = self.eviction.order()
+                assert sorted(order) == sorted(candidates)
+                return order
 
     # --- legal and illegal moves alike: the model says which it is ----------------------------------------------------
 
@@ -244,8 +248,14 @@ class LengthAwareMachine(PoolMachine):
     kind = EvictionKind.LENGTH_AWARE
 
 
+class ReuseMachine(PoolMachine):
+    kind = EvictionKind.REUSE
+
+
 TestPoolMachine = PoolMachine.TestCase
 TestLfuMachine = LfuMachine.TestCase
 TestLengthAwareMachine = LengthAwareMachine.TestCase
-for case in (TestPoolMachine, TestLfuMachine, TestLengthAwareMachine):
-    case.settings = settings(deadline=None)
+TestReuseMachine = ReuseMachine.TestCase
+TestPoolMachine.settings = settings(deadline=None)
+for case in (TestLfuMachine, TestLengthAwareMachine, TestReuseMachine):
+    case.settings = settings(deadline=None, max_examples=30)  # the pool itself has been tried above

@@ -3,7 +3,8 @@ from collections.abc import Sequence
 import pytest
 
 from mooncake_mesh.kv.block_pool import BlockPool, Sealed
-from mooncake_mesh.kv.eviction import BlockHistory, EvictionKind, LruEviction, RankedEviction, eviction_policy
+from mooncake_mesh.kv.eviction import EvictionKind, LruEviction, RankedEviction, eviction_policy
+from mooncake_mesh.kv.eviction_contract import BlockHistory
 from mooncake_proto.ids import BlockId, BlockKey
 
 
@@ -120,7 +121,8 @@ def test_ranks_that_nobody_has_any_more_take_no_memory() -> None:
 def test_order_is_what_evict_does(kind: EvictionKind) -> None:
     policy = eviction_policy(kind)
     for i in range(20):
-        policy.insert(BlockId(i), BlockHistory(uses=1 + i % 3, depth=i * 7 % 5))
+        policy.use([key(str(i))])
+        policy.insert(BlockId(i), BlockHistory(key=key(str(i)), uses=1 + i % 3, depth=i * 7 % 5))
     policy.remove(BlockId(4))
     order = policy.order()
     assert order == policy.order(), "asking changes nothing"

@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mooncake_mesh.errors import InvalidTransition, InvariantViolated
-from mooncake_mesh.kv.eviction import BlockHistory, EvictionPolicy, LruEviction
+from mooncake_mesh.kv.eviction import LruEviction
+from mooncake_mesh.kv.eviction_contract import BlockHistory, EvictionPolicy
 from mooncake_mesh.kv.leases import LeaseTable
 from mooncake_proto.ids import BlockId, BlockKey
 from mooncake_proto.kvcache import KvChange
@@ -238,7 +239,7 @@ class BlockPool:
             return Duplicate(block=block, other=other)
         self._move(block, BlockState.SEALED)
         record.key = key
-        record.history = BlockHistory(uses=1)
+        record.history = BlockHistory(key=key, uses=1)
         self._sealed[key] = block
         self._events.append(PoolEvent(change=KvChange.STORED, key=key))
         return Sealed(block=block)
@@ -251,6 +252,7 @@ class BlockPool:
         """
         self._leases.end(holder)
         mine = self._held.pop(holder, {})
+        self._evictable.use([key for block in mine if (key := self._blocks[block].key) is not None])
         for depth, block in zip(reversed(range(len(mine))), reversed(mine), strict=True):
             record = self._blocks[block]
             record.references -= 1

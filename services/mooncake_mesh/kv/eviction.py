@@ -1,20 +1,13 @@
-"""Which sealed block goes first when the pool needs room.
-
-A policy holds only the candidates: sealed blocks that nobody references. The pool inserts a block when its last
-reference goes and removes it when it is referenced again, so a policy never has to ask whether a victim is in use.
-
-The blocks of a chain are inserted deepest first: of blocks that a policy ranks alike, the leaf goes before the root,
-and what remains of the chain can still be matched.
-"""
+"""Which sealed block goes first when the pool needs room: the policies, by name."""
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
-from mooncake_proto.ids import BlockId
+from mooncake_mesh.kv.eviction_contract import BlockHistory, EvictionPolicy
+from mooncake_mesh.kv.eviction_reuse import ReuseEviction
+from mooncake_proto.ids import BlockId, BlockKey
 
 
 class EvictionKind(enum.Enum):
@@ -23,37 +16,7 @@ class EvictionKind(enum.Enum):
     LRU = "lru"
     LFU = "lfu"
     LENGTH_AWARE = "length_aware"
-
-
-@dataclass(slots=True)
-class BlockHistory:
-    """What the pool knows of a sealed block. The pool writes it, a policy only reads it.
-
-    ``uses`` counts the holders since the block was sealed, the one that wrote it included. ``depth`` is the 0-based
-    place of the block in its chain, as far as a holder has shown it (one that holds a chain from its middle on shows
-    less).
-    """
-
-    uses: int = 0
-    depth: int = 0
-
-
-class EvictionPolicy(Protocol):
-    """Order of eviction over the candidates. Every method but :meth:`order` is O(1) or O(log n)."""
-
-    def insert(self, block: BlockId, history: BlockHistory) -> None:
-        """*block* was just used for the last time so far, and may be evicted from now on."""
-
-    def remove(self, block: BlockId) -> None:
-        """*block* is referenced again. It must be a candidate."""
-
-    def evict(self) -> BlockId:
-        """Take the next victim out and return it. There must be a candidate."""
-
-    def order(self) -> list[BlockId]:
-        """All candidates, next victim first. Changes nothing; for tests and reports."""
-
-    def __len__(self) -> int: ...
+    REUSE = "reuse"
 
 
 class LruEviction:
@@ -62,6 +25,9 @@ class LruEviction:
     def __init__(self) -> None:
         # An OrderedDict, since taking the first key of a plain dict again and again is quadratic.
         self._candidates: OrderedDict[BlockId, None] = OrderedDict()
+
+    def use(self, chain: Sequence[BlockKey]) -> None:
+        """Recency is in the order of insertion."""
 
     def insert(self, block: BlockId, history: BlockHistory) -> None:
         self._candidates[block] = None
@@ -94,6 +60,9 @@ class RankedEviction:
         self._lists: dict[Rank, OrderedDict[BlockId, None]] = {}
         self._heap: list[Rank] = []  # every rank that has a list, and some that had one
         self._rank_of: dict[BlockId, Rank] = {}
+
+    def use(self, chain: Sequence[BlockKey]) -> None:
+        """Ranks come with the insertions."""
 
     def insert(self, block: BlockId, history: BlockHistory) -> None:
         rank = self._rank(history)
@@ -156,3 +125,5 @@ def eviction_policy(kind: EvictionKind) -> EvictionPolicy:
             return lfu_eviction()
         case EvictionKind.LENGTH_AWARE:
             return length_aware_eviction()
+        case EvictionKind.REUSE:
+            return ReuseEviction()
