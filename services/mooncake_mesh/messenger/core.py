@@ -155,18 +155,24 @@ class MessengerCore:
         blocks = [BlockId(block) for block in acquired.blocks[acquired.cached_blocks :]]
         return Target(holder=_holder(request.job_id), blocks=blocks, keys=keys)
 
-    def open_promotion(self, job_id: JobId, request: PushBlocks, owner: InstanceId, incarnation: Incarnation) -> Target:
+    def open_promotion(
+        self, job_id: JobId, request: PushBlocks, owner: InstanceId, incarnation: Incarnation
+    ) -> Target | None:
         """Reserve blocks for what SSD holds of a prefix that a peer asks for; a job of its own, which its user ends.
 
-        The part that is in the arena is held meanwhile. Without room, or anything on SSD, there is nothing to read.
+        The part that is in the arena is held meanwhile. None without anything to read, or room for it.
         """
+        if self.slots is None:
+            return None
         keys = list(split_keys(request.keys))
         cached = self.pool.match(keys)
         missing = keys[len(cached) :]
-        n_blocks = 0 if self.slots is None else prefix_on_ssd(self.slots, missing)
+        n_blocks = prefix_on_ssd(self.slots, missing)
+        if n_blocks == 0 or n_blocks > self.pool.available_blocks - len(cached):
+            return None
         self.pool.hold(_holder(job_id), cached)
-        got = self.pool.reserve(_holder(job_id), n_blocks)
-        blocks = [] if isinstance(got, NoRoom) else got
+        blocks = self.pool.reserve(_holder(job_id), n_blocks)
+        assert not isinstance(blocks, NoRoom), "there is room beside those just held"
         self._jobs[job_id] = _Job(owner, incarnation, [*cached, *blocks], keys)
         return Target(holder=_holder(job_id), blocks=blocks, keys=missing)
 

@@ -43,9 +43,8 @@ from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.publisher import KvPublisher
 from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
-from mooncake_mesh.messenger.store.folder import StoreFolder
+from mooncake_mesh.messenger.ssd import NodeSsd
 from mooncake_mesh.messenger.store.records import Namespace
-from mooncake_mesh.messenger.store.tier import SsdTier
 from mooncake_mesh.messenger.transports.shm import SourceArenas
 from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
 from mooncake_proto.control import Load, Member, Ok, Ping, Pong, Role
@@ -87,7 +86,7 @@ class MessengerService:
     """Handlers over one MessengerCore. The pool is cut when the first worker says how large its blocks are."""
 
     def __init__(self, config: MessengerConfig, tasks: asyncio.TaskGroup) -> None:
-        self._folder = _lock(config.ssd_dir)  # first: it may refuse, and nothing is open yet
+        self._ssd = NodeSsd(config)  # first: it may refuse, and nothing is open yet
         self._config = config
         self._tasks = tasks
         self._incarnation = new_incarnation()
@@ -106,10 +105,7 @@ class MessengerService:
         self._sender: Sender | None = None
         self._listener: TcpListener | None = None
         self._rdma: RdmaArena | None = None
-        self._ssd: SsdTier | None = None
         self._lifecycle: Lifecycle | None = None
-        self._refusal: ConfigError | None = None
-        self._background: list[asyncio.Task[None]] = []
         self._arena_server = ArenaServer(
             Path(config.run_dir) / f"{config.instance_id}.arena",
             self._arena,
@@ -147,7 +143,7 @@ class MessengerService:
             endpoint=self._server.endpoint,
         )
         membership = self._membership = Membership(self._conductor, member, self._load, on_registered=self._registered)
-        self._background += [
+        background = [
             self._tasks.create_task(membership.run()),
             self._tasks.create_task(self._publisher.run()),
             self._tasks.create_task(self._arena_server.run()),
@@ -157,12 +153,12 @@ class MessengerService:
         lifecycle.ready(endpoint=self._server.endpoint, arena_bytes=self._config.arena_bytes)
         await lifecycle.stopping.wait()
         await membership.leave()
-        for task in self._background:
+        for task in background:
             task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*background, return_exceptions=True)
         await self._close()
-        if self._refusal is not None:
-            raise self._refusal
+        if self._ssd.refusal is not None:
+            raise self._ssd.refusal
 
     async def _close(self) -> None:
         await self._server.close()
@@ -176,10 +172,7 @@ class MessengerService:
         self._peers.close()
         self._conductor.close()
         self._threads.shutdown()
-        if self._ssd is not None:
-            self._ssd.close()
-        elif self._folder is not None:
-            self._folder.close()
+        await self._ssd.close()
         self._sources.close()
 
     # --- membership ---------------------------------------------------------------------------------------------------
@@ -190,19 +183,17 @@ class MessengerService:
     def _load(self) -> Load:
         if self._core is None or self._sender is None or self._receiver is None:
             return Load()
-        pool, ssd = self._core.pool, self._ssd
-        return Load(
+        pool = self._core.pool
+        load = Load(
             running_jobs=self._core.n_jobs,
             blocks_total=pool.n_blocks,
             blocks_free=pool.free_blocks,
             blocks_cached=pool.sealed_blocks,
             blocks_evictable=pool.evictable_blocks,
-            ssd_blocks=0 if ssd is None else ssd.slots.held_blocks,
-            ssd_slots=0 if ssd is None else ssd.slots.n_slots,
-            ssd_faults=0 if ssd is None else ssd.faults,
             transferred_bytes=self._sender.sent_bytes,
             transports=",".join(sorted(self._sender.transports)),
         )
+        return self._ssd.counted(load)
 
     def _ping(self, _: Ping, __: Caller) -> Pong:
         return Pong(
@@ -233,8 +224,12 @@ class MessengerService:
 
     def _cut_arena(self, namespace: Namespace) -> None:
         config, block_bytes = self._config, namespace.block_bytes
-        if self._folder is not None:
-            self._check_folder(self._folder, namespace)
+        try:
+            self._ssd.check(namespace)
+        except ConfigError:
+            if self._lifecycle is not None:
+                self._lifecycle.stop("ssd_dir refused")
+            raise
         n_blocks = config.arena_bytes // block_bytes
         core = MessengerCore(n_blocks=n_blocks, block_bytes=block_bytes, eviction=config.eviction)
         info = self._info(core)
@@ -265,28 +260,8 @@ class MessengerService:
         )
         self._core, self._receiver = core, receiver
         self._publisher.attach(core)
-        if self._folder is not None:
-            self._add_ssd(self._folder, namespace, core)
+        self._ssd.start(core, view, namespace, self._tasks, changed=self._pool_changed)
         log.info("arena_cut", block_bytes=block_bytes, n_blocks=core.pool.n_blocks, data_port=self._listener.port)
-
-    def _check_folder(self, folder: StoreFolder, namespace: Namespace) -> None:
-        """End the process where the folder's blocks are not this model's: only its user can say which of them is wrong.
-
-        Known as late as now, when the first worker has said what its blocks are.
-        """
-        try:
-            folder.check(namespace)
-        except ConfigError as error:
-            self._refusal = error
-            if self._lifecycle is not None:
-                self._lifecycle.stop("ssd_dir refused")
-            raise
-
-    def _add_ssd(self, folder: StoreFolder, namespace: Namespace, core: MessengerCore) -> None:
-        size_bytes = self._config.ssd_bytes
-        ssd = SsdTier(core.pool, self._arena.view, folder, namespace, size_bytes, changed=self._pool_changed)
-        self._ssd, core.slots = ssd, ssd.slots
-        self._background.append(self._tasks.create_task(ssd.run()))
 
     def _open_rdma(self) -> "RdmaArena":
         """The arena registered with this machine's NICs. Raises TransferError: what was asked for is not replaced."""
@@ -325,22 +300,13 @@ class MessengerService:
             result = core.acquire(request, monotonic())
             return None if isinstance(result, NoRoom) else result
 
-        if self._ssd is not None:
-            cached = core.cached_prefix(request)
-            await self._ssd.make_room(request.n_blocks - len(cached), spare=cached)
+        await self._ssd.make_room(core, request)
         acquired = await self._room.until(attempt)
         self._publish()
         if request.landing is None:
-            return await self._promoted(core, request, acquired)
+            return await self._ssd.promoted(core, request, acquired)
         receiver.changed.ring()
         return replace(acquired, landed=await receiver.landed(request.landing))
-
-    async def _promoted(self, core: MessengerCore, request: Acquire, acquired: Acquired) -> Acquired:
-        """What was acquired, with the blocks that SSD has read into it. Landings get theirs from prefill anyway."""
-        if self._ssd is None:
-            return acquired
-        n_blocks = await self._ssd.promote(core.promotion(request, acquired))
-        return replace(acquired, cached_blocks=acquired.cached_blocks + n_blocks)
 
     async def _fetch_prefix(self, core: MessengerCore, receiver: Receiver, request: Acquire) -> None:
         """Copy missing prefix blocks from another node. Whatever goes wrong, the job computes them instead."""
@@ -415,8 +381,7 @@ class MessengerService:
     def _publish(self) -> None:
         """The pool has changed: others want to know what it holds, and it may have become too full."""
         self._publisher.poke()
-        if self._ssd is not None:
-            self._ssd.pool_changed()
+        self._ssd.pool_changed()
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
@@ -454,9 +419,9 @@ class MessengerService:
         core, sender = self._ready_core(), self._ready_sender()
         promotion = JobId(f"promote-{uuid4().hex}")
         try:
-            if self._ssd is not None:
-                target = core.open_promotion(promotion, request, self._holder.instance_id, self._incarnation)
-                await self._ssd.promote(target)
+            target = core.open_promotion(promotion, request, self._holder.instance_id, self._incarnation)
+            if target is not None:
+                await self._ssd.read(target)
             outbound = core.start_push(request, self._holder.instance_id, self._incarnation)
         finally:
             self._end_job(promotion, "the prefix is in the arena")
@@ -494,17 +459,6 @@ class MessengerService:
         if self._sender is None:
             raise PeerUnreachable("no worker has attached to this messenger yet")
         return self._sender
-
-
-def _lock(ssd_dir: Path | None) -> StoreFolder | None:
-    """The SSD tier's folder. Raises ConfigError where another messenger has it; without a disk the node serves on."""
-    if ssd_dir is None:
-        return None
-    try:
-        return StoreFolder.lock(ssd_dir)
-    except OSError as error:
-        log.error("ssd_tier_off", path=str(ssd_dir), error=str(error))
-        return None
 
 
 def _host_id() -> str:
