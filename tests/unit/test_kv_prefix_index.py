@@ -69,11 +69,11 @@ def test_remembered_stretches_are_bounded_and_forgotten_ones_are_still_right() -
     for n, keys in enumerate(chains):
         masks.update(dict.fromkeys(keys, n + 1))
     for _ in range(3):
-        assert [memo.common(keys, 0) for keys in chains] == [1, 2, 3, 4]
-    assert len(memo.commons) <= 2
-    masks[chains[3][5]] = 8 | 4
+        assert [memo.steps(keys, 0) for keys in chains] == [((0, n),) for n in (1, 2, 3, 4)]
+    assert len(memo.known) <= 2
+    masks[chains[3][5]] = 2
     memo.changed(chains[3][5])
-    assert memo.common(chains[3], 0) == 4
+    assert memo.steps(chains[3], 0) == ((0, 4), (5, 0))
 
 
 def test_a_slot_that_is_used_again_starts_empty() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mooncake_mesh.mesh.peers import Lease
 from mooncake_mesh.policy.cost_model import CostModel
 from mooncake_mesh.policy.forecast import kv_limit_tokens
-from mooncake_mesh.policy.views import InstanceView, QueuedPrompt, RunningSequence
+from mooncake_mesh.policy.views import InstanceView, QueuedPrompt
 from mooncake_proto.control import Load
 
 
@@ -97,9 +97,8 @@ def decode_view(
         running_tokens=load.running_tokens,
         waiting_jobs=load.queued_jobs + len(pending),
         waiting_tokens=load.queued_tokens + sum(work.tokens for work in pending),
-        sequences=tuple(
-            RunningSequence(tokens=tokens, age_s=decoded * load.step_s) for tokens, decoded in load.sequences
-        ),
+        sequences=load.sequences,
+        step_s=load.step_s,
         kv_limit_tokens=limit_tokens,
         factor=factor,
     )

@@ -11,12 +11,15 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Final
+from operator import itemgetter
+from struct import Struct
+from typing import Final, cast
 
 from mooncake_proto.ids import BLOCK_KEY_BYTES, BlockKey
 
 RECIPE: Final = "mooncake-mesh/block/1"
 _TOKEN_BYTES: Final = 4
+_KEY: Final = Struct(f"{BLOCK_KEY_BYTES}s")
 
 
 def key_root(
@@ -65,4 +68,4 @@ def split_keys(data: bytes) -> Iterator[BlockKey]:
     """Inverse of :func:`join_keys`; raises ValueError unless *data* is a whole number of keys."""
     if len(data) % BLOCK_KEY_BYTES:
         raise ValueError(f"keys: {len(data)} bytes are no whole number of {BLOCK_KEY_BYTES}-byte keys")
-    return (BlockKey(data[i : i + BLOCK_KEY_BYTES]) for i in range(0, len(data), BLOCK_KEY_BYTES))
+    return cast("Iterator[BlockKey]", map(itemgetter(0), _KEY.iter_unpack(data)))

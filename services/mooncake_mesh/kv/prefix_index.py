@@ -18,6 +18,7 @@ from mooncake_mesh.kv.prefix_segments import SEGMENT_BLOCKS, SegmentMemo
 from mooncake_proto.ids import BlockKey, NodeId
 
 _MAX_SEGMENTS: Final = 8_192
+_MAX_NAMES: Final = 1_024
 
 
 class PrefixIndex:
@@ -38,6 +39,7 @@ class PrefixIndex:
         self._arrivals = _Arrivals()
         self._slot_of: dict[NodeId, int] = {}
         self._slots: list[_Slot | None] = []
+        self._names: dict[int, tuple[NodeId, ...]] = {}
 
     @property
     def entries(self) -> int:
@@ -63,22 +65,32 @@ class PrefixIndex:
         if not keys:
             return found
         alive = self._masks.get(keys[0], 0)
-        commons, whole = self._segments.commons, len(keys) - len(keys) % SEGMENT_BLOCKS
+        known, whole = self._segments.known, len(keys) - len(keys) % SEGMENT_BLOCKS
         for start in range(0, whole, SEGMENT_BLOCKS):
             if not alive:
                 return found
-            common = commons.get(keys[start + SEGMENT_BLOCKS - 1])
-            if common is None:
-                common = self._segments.common(keys, start)
-            if alive & common != alive:
-                alive = self._walk(found, alive, keys, start, start + SEGMENT_BLOCKS)
-        alive = self._walk(found, alive, keys, whole, len(keys))
+            steps = known.get(keys[start + SEGMENT_BLOCKS - 1]) or self._segments.steps(keys, start)
+            for offset, holders in steps:
+                still = alive & holders
+                if still != alive:
+                    self._record(found, alive ^ still, start + offset)
+                    alive = still
+        masks = self._masks
+        for depth in range(whole, len(keys)):
+            if not alive:
+                return found
+            still = alive & masks.get(keys[depth], 0)
+            if still != alive:
+                self._record(found, alive ^ still, depth)
+                alive = still
         self._record(found, alive, len(keys))
         return found
 
     def apply_stored(self, node: NodeId, key: BlockKey) -> None:
         """*node* holds *key*. Known already: no change."""
-        slot = self._at(self._slot_for(node))
+        number = self._slot_of.get(node)
+        slot = self._slots[self._slot_for(node) if number is None else number]
+        assert slot is not None
         if key in slot.keys:
             return
         mask = self._masks.get(key)
@@ -136,24 +148,18 @@ class PrefixIndex:
             if number == len(self._slots):
                 self._slots.append(None)
             self._slots[number] = _Slot(node, number)
+            self._names.clear()
             self._slot_of[node] = number
         return number
 
-    def _walk(self, found: dict[NodeId, int], alive: int, keys: Sequence[BlockKey], start: int, end: int) -> int:
-        """Follow *alive* over keys *start* … *end* - 1: record whose prefix ends there, return who is left."""
-        masks = self._masks
-        for depth in range(start, end):
-            still = alive & masks.get(keys[depth], 0)
-            if still != alive:
-                self._record(found, alive ^ still, depth)
-                alive = still
-                if not alive:
-                    break
-        return alive
-
     def _record(self, found: dict[NodeId, int], mask: int, depth: int) -> None:
-        for number in _bits(mask):
-            found[self._at(number).node] = depth
+        names = self._names.get(mask)
+        if names is None:
+            if len(self._names) >= _MAX_NAMES:
+                self._names.clear()
+            names = self._names[mask] = tuple(self._at(number).node for number in _bits(mask))
+        for node in names:
+            found[node] = depth
 
     def _clear_bit(self, slot: "_Slot", key: BlockKey) -> None:
         mask = self._masks[key] ^ slot.bit

@@ -1,4 +1,4 @@
-"""Which nodes hold whole stretches of a chain, remembered, so that looking up a long prefix need not walk it all.
+"""Who holds which part of a stretch of a chain, remembered, so that looking up a long prefix need not walk it all.
 
 A key is hashed over everything before it, so it always stands at the same depth, and the last key of a stretch says
 what the stretch consists of. A change of any of its keys makes the answer for a stretch unknown until it is asked for
@@ -6,8 +6,7 @@ again; so it is right whatever is evicted, root or leaf.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from itertools import repeat
+from itertools import accumulate, repeat
 from operator import and_
 from typing import Final
 
@@ -16,40 +15,43 @@ from mooncake_proto.ids import BlockKey
 SEGMENT_BLOCKS: Final = 32
 _NOBODY: Final = repeat(0)
 
+Steps = tuple[tuple[int, int], ...]
+"""(offset, nodes that hold the stretch up to and including that offset), at 0 and wherever somebody drops out."""
+
 
 class SegmentMemo:
-    """For each remembered stretch of SEGMENT_BLOCKS keys, the AND of what *masks* has for them.
+    """The steps of stretches of SEGMENT_BLOCKS keys, from *masks*, which maps a key to the nodes that hold it.
 
-    A stretch is remembered from the second time on that it is asked for while somebody holds all of it: chains that
-    come once cost nothing. At most *max_segments* are, the longest known go first; each takes about 4 KiB.
+    A stretch is remembered from the second time on that it is asked for while somebody holds its first key: chains
+    that come once cost nothing. At most *max_segments* are, the longest known go first; each takes about 4 KiB.
     """
 
     def __init__(self, masks: Mapping[BlockKey, int], *, max_segments: int) -> None:
         self._masks = masks
         self._max_segments = max_segments
-        self.commons: dict[BlockKey, int] = {}
+        self.known: dict[BlockKey, Steps] = {}
         self._members: dict[BlockKey, tuple[BlockKey, ...]] = {}
         self._segment_of: dict[BlockKey, BlockKey] = {}
         self._asked: set[BlockKey] = set()
 
-    def common(self, keys: Sequence[BlockKey], start: int) -> int:
-        """Nodes that hold all of the stretch of *keys* from *start* on."""
+    def steps(self, keys: Sequence[BlockKey], start: int) -> Steps:
+        """Of the stretch of *keys* from *start* on. ``known`` has them by its last key, perhaps."""
         last = keys[start + SEGMENT_BLOCKS - 1]
-        known = self.commons.get(last)
+        known = self.known.get(last)
         if known is not None:
             return known
         stretch = keys[start : start + SEGMENT_BLOCKS]
-        common = reduce(and_, map(self._masks.get, stretch, _NOBODY))
-        if common and (last in self._members or self._is_worth_it(last)):
+        steps = _steps(list(accumulate(map(self._masks.get, stretch, _NOBODY), and_)))
+        if steps[0][1] and (last in self._members or self._is_worth_it(last)):
             self._remember(last, tuple(stretch))
-            self.commons[last] = common
-        return common
+            self.known[last] = steps
+        return steps
 
     def changed(self, key: BlockKey) -> None:
         """The mask of *key* is another one now."""
         last = self._segment_of.get(key)
         if last is not None:
-            self.commons.pop(last, None)
+            self.known.pop(last, None)
 
     def _is_worth_it(self, last: BlockKey) -> bool:
         if last in self._asked:
@@ -65,9 +67,17 @@ class SegmentMemo:
             return
         if len(self._members) >= self._max_segments:
             oldest = next(iter(self._members))
-            self.commons.pop(oldest, None)
+            self.known.pop(oldest, None)
             for key in self._members.pop(oldest):
                 self._segment_of.pop(key, None)
         self._members[last] = stretch
         for key in stretch:
             self._segment_of[key] = last
+
+
+def _steps(holders: list[int]) -> Steps:
+    """*holders*: for each offset, who holds everything up to it."""
+    if holders[0] == holders[-1]:
+        return ((0, holders[0]),)
+    changes = [at for at in range(1, len(holders)) if holders[at] != holders[at - 1]]
+    return tuple((at, holders[at]) for at in (0, *changes))

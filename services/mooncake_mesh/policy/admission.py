@@ -69,8 +69,7 @@ def admission_refusal(
         case AdmissionKind.BASELINE:
             return None
         case AdmissionKind.EARLY:
-            load = least_decode_load(request, cluster, cost, objectives)
-            return _overloaded("tbt_objective", load, decode_s)
+            return early_refusal(request, cluster, cost, objectives, decode_s)
         case AdmissionKind.PREDICTIVE:
             load = _predicted_load(request, placed.ttft_est_s, cluster, cost, objectives, decode_s)
             return _overloaded("tbt_objective_predicted", load, decode_s)
@@ -78,14 +77,17 @@ def admission_refusal(
             return _hold_refusal(request, cluster, admission, decode_s)
 
 
-def least_decode_load(request: RequestShape, cluster: ClusterView, cost: CostModel, objectives: Objectives) -> float:
-    """Load of the least loaded decode instance, were *request* decoded there now."""
-    return min(
-        decoding_now(instance)
-        .with_added(1, request.prompt_tokens)
-        .load(cost, block_tokens=request.block_tokens, tbt_s=objectives.tbt_s)
-        for instance in cluster.decode
-    )
+def early_refusal(
+    request: RequestShape, cluster: ClusterView, cost: CostModel, objectives: Objectives, decode_s: float
+) -> Refused | None:
+    """Refused when no decode instance could take *request* as loaded as each is now; until the first one can."""
+    refusals = []
+    for instance in cluster.decode:
+        refused = decode_refusal(request, instance, cost, objectives, decode_s)
+        if refused is None:
+            return None
+        refusals.append(refused)
+    return min(refusals, key=lambda refused: refused.retry_after_s)
 
 
 def decode_refusal(

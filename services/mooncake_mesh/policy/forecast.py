@@ -95,7 +95,7 @@ def _queued(cluster: ClusterView) -> Iterator[QueuedPrompt]:
 
 def _staying(instance: InstanceView, after_s: float, decode_s: float) -> BatchForecast:
     """A sequence that an instance counts but does not list is as young as can be."""
-    gone = [sequence.tokens for sequence in instance.sequences if sequence.age_s + after_s >= decode_s]
+    gone = [tokens for tokens, decoded in instance.sequences if decoded * instance.step_s + after_s >= decode_s]
     return decoding_now(instance).with_added(-len(gone), -sum(gone))
 
 

@@ -16,6 +16,7 @@ from mooncake_mesh.policy.cost_model import CostModel, instance_step_s
 from mooncake_mesh.policy.decisions import Placed, Refused, contended, unavailable
 from mooncake_mesh.policy.prefill_choice import PREFILL_POLICIES, Estimates
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
+from mooncake_proto.ids import InstanceId
 
 GROWTH_TOKENS: Final = 256
 """How many of its new tokens a decode instance must have room for. Most answers end within it; asking for all of
@@ -52,7 +53,7 @@ def place(
         return decode
     choose = PREFILL_POLICIES[scheduling.placement]
     first = choose(request, prefill, cluster, Estimates(request, cluster, cost), scheduling.threshold)
-    tbt_s, decode_id = min((instance_step_s(d, cost, request.prompt_tokens), d.instance_id) for d in decode)
+    tbt_s, decode_id = _quickest(request, decode, cost)
     placed = Placed(
         prefill=first.instance.instance_id,
         decode=decode_id,
@@ -63,6 +64,11 @@ def place(
         tbt_est_s=tbt_s,
     )
     return admission_refusal(request, placed, cluster, cost, objectives, scheduling.admission) or placed
+
+
+def _quickest(request: RequestShape, decode: Sequence[InstanceView], cost: CostModel) -> tuple[float, InstanceId]:
+    """The shortest expected step, and whose it is."""
+    return min([(instance_step_s(d, cost, request.prompt_tokens), d.instance_id) for d in decode])
 
 
 def decode_blocks_for(request: RequestShape) -> int:

@@ -14,6 +14,7 @@ All take the same arguments and look at nothing else. Ties break on ids, and not
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from mooncake_mesh.config_scheduling import PlacementKind
@@ -43,22 +44,23 @@ class Source:
 
 
 class Estimates:
-    """Times for one request. Most instances hold equally much of its prefix, so each is computed once."""
+    """Times for one request. Most instances hold equally much of its prefix, so each is computed once.
+
+    ``local`` are the blocks of its prefix that help, by node.
+    """
 
     def __init__(self, request: RequestShape, cluster: ClusterView, cost: CostModel) -> None:
         self._request = request
-        self._now_s = cluster.now_s
         self._cost = cost
-        self._usable = request.usable_prefix_blocks
+        self.now_s = cluster.now_s
+        usable = request.usable_prefix_blocks
+        self.local = {node: min(blocks, usable) for node, blocks in request.prefix_blocks.items()}
         self._prefill: dict[int, float] = {}
         self._copy: dict[int, float] = {}
 
-    def local_blocks(self, node: NodeId) -> int:
-        return min(self._request.prefix_blocks.get(node, 0), self._usable)
-
     def queue_s(self, instance: InstanceView) -> float:
         """Until *instance* has computed what it has accepted."""
-        left_s = instance.busy_until_s - self._now_s
+        left_s = instance.busy_until_s - self.now_s
         return left_s if left_s > 0.0 else 0.0
 
     def prefill_s(self, cached_blocks: int) -> float:
@@ -78,13 +80,13 @@ class Estimates:
 
     def locally(self, instance: InstanceView) -> PrefillChoice:
         """*instance* with what its own node holds."""
-        blocks = self.local_blocks(instance.node_id)
+        blocks = self.local.get(instance.node_id, 0)
         ttft_s = self.queue_s(instance) + instance.factor * self.prefill_s(blocks)
         return PrefillChoice(instance=instance, ttft_s=ttft_s, local_blocks=blocks)
 
     def fetching(self, instance: InstanceView, source: Source) -> PrefillChoice:
         """*instance* once it has copied what it lacks of *source*'s prefix."""
-        local = self.local_blocks(instance.node_id)
+        local = self.local.get(instance.node_id, 0)
         copy_s = source.wait_s + self.copy_s(source.blocks - local)
         return PrefillChoice(
             instance=instance,
@@ -129,7 +131,7 @@ def choose_kvcache_centric(
     best = frontier[0]
     candidates = (
         estimates.fetching(instance, best)
-        if best.blocks > threshold * estimates.local_blocks(instance.node_id)
+        if best.blocks > threshold * estimates.local.get(instance.node_id, 0)
         else estimates.locally(instance)
         for instance in able
     )
@@ -176,11 +178,12 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
     """The quickest way over all instances and sources. Of equal ways the local one; of equal instances the first id."""
     best: tuple[float, str] | None = None
     choice: tuple[InstanceView, Source | None] | None = None
+    local_blocks, now_s, latest_s = estimates.local, estimates.now_s, inf
     for instance in able:
-        queue_s = estimates.queue_s(instance)
-        if best is not None and queue_s > best[0]:
-            continue
-        local = estimates.local_blocks(instance.node_id)
+        if instance.busy_until_s > latest_s:
+            continue  # its queue alone takes longer than the best way
+        queue_s = max(0.0, instance.busy_until_s - now_s)
+        local = local_blocks.get(instance.node_id, 0)
         ttft_s = queue_s + instance.factor * estimates.prefill_s(local)
         from_source: Source | None = None
         for source in frontier:
@@ -192,6 +195,7 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
                 ttft_s, from_source = fetched_s, source
         if best is None or (ttft_s, instance.instance_id) < best:
             best, choice = (ttft_s, instance.instance_id), (instance, from_source)
+            latest_s = now_s + ttft_s
     assert choice is not None, "at least one instance can take the prompt"
     instance, chosen = choice
     return estimates.locally(instance) if chosen is None else estimates.fetching(instance, chosen)

@@ -19,20 +19,13 @@ class QueuedPrompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunningSequence:
-    """A sequence that holds ``tokens`` of KV and was decoded for ``age_s`` so far."""
-
-    tokens: int
-    age_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceView:
     """One instance, prefill or decode; fields that do not apply to its role keep their defaults.
 
     Prefill: ``queue`` are the accepted prompts that are not computed yet, oldest first; all are by ``busy_until_s``.
-    Decode: running jobs are in the batch, waiting ones have their KV still to come; ``kv_limit_tokens`` is how much KV
-    it can run within the TBT objective, 0 for no limit but its blocks.
+    Decode: running jobs are in the batch, waiting ones have their KV still to come; ``sequences`` are the (tokens,
+    decoded tokens) of the running ones, ``step_s`` is how long a step takes of late, and ``kv_limit_tokens`` how much
+    KV it can run within the TBT objective, 0 for no limit but its blocks.
     ``blocks_available`` can be had for a new job: free, or cached and unreferenced. ``factor`` is by how much the
     instance is slower than the cost model says, as observed.
     """
@@ -47,7 +40,8 @@ class InstanceView:
     running_tokens: int = 0
     waiting_jobs: int = 0
     waiting_tokens: int = 0
-    sequences: tuple[RunningSequence, ...] = ()
+    sequences: tuple[tuple[int, int], ...] = ()
+    step_s: float = 0.0
     kv_limit_tokens: int = 0
     factor: float = 1.0
 
