@@ -23,7 +23,8 @@ from mooncake_mesh.errors import MeshError
 from mooncake_mesh.messenger.transports import frames
 from mooncake_mesh.messenger.transports.api import Landings, LinkLost
 from mooncake_mesh.messenger.transports.frames import Carriage, FrameError, Hello, Kind
-from mooncake_mesh.messenger.transports.inbound import InboundFrame, InboundLink, LinkTable
+from mooncake_mesh.messenger.transports.inbound import InboundFrame, InboundLink
+from mooncake_mesh.messenger.transports.link_table import LinkTable
 from mooncake_mesh.messenger.transports.paths import Connections, Sockets
 from mooncake_mesh.messenger.transports.streams import receive_exactly
 

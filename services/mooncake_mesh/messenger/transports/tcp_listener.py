@@ -10,7 +10,8 @@ from mooncake_mesh.errors import MeshError, SliceLost
 from mooncake_mesh.messenger.transports import frames
 from mooncake_mesh.messenger.transports.api import Landings
 from mooncake_mesh.messenger.transports.frames import Carriage, FrameError, Hello, Kind
-from mooncake_mesh.messenger.transports.inbound import InboundFrame, InboundLink, LinkTable
+from mooncake_mesh.messenger.transports.inbound import InboundFrame, InboundLink
+from mooncake_mesh.messenger.transports.link_table import LinkTable
 from mooncake_mesh.messenger.transports.streams import pieces_of, receive_group, shut, tune
 
 log = structlog.get_logger(__name__)
