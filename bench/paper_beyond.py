@@ -11,6 +11,8 @@ from mooncake_mesh.config_scheduling import AdmissionKind
 
 _NODES: Final = 16
 _HEADROOM: Final = 1.15
+_FULL: Final = 0.9
+"""How full of KV a decode node is taken to run: that gives its step time."""
 
 NOT_RUN: Final = (
     "B3 hybrid decode nodes, B4 slack-preserving queue and B7 dynamic roles are not run: the cores have none of them "
@@ -49,7 +51,8 @@ def b1_sizing(bench: Bench) -> None:
 def sized_decode_nodes(work: list[TraceRequest], prefill_s: float, *, nodes: int = _NODES) -> int:
     """Decode nodes of *nodes*, from the mean prefill time and the mean KV residence of *work*, with headroom."""
     kind = NODES["8xa800"]
-    step_s = kind.decode_step_s(32, kind.vram_kv_tokens // 2)
+    running = int(kind.vram_kv_tokens * _FULL)
+    step_s = kind.decode_step_s(int(running * len(work) / sum(r.input_tokens for r in work)), running)
     residence = sum((r.input_tokens + r.output_tokens / 2) * (r.output_tokens - 1) * step_s for r in work) / len(work)
     share = residence / (residence + prefill_s * kind.vram_kv_tokens)
     return min(nodes - 1, max(1, -int(-nodes * share * _HEADROOM // 1)))
