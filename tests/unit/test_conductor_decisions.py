@@ -1,0 +1,209 @@
+"""What a conductor makes of reports and of its own placements between them, and that it decides the same every time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mooncake_mesh.conductor.core import ConductorCore
+from mooncake_mesh.config_scheduling import AdmissionKind
+from mooncake_mesh.kv.block_hash import join_keys
+from mooncake_mesh.kv.prefix_index import PrefixIndex
+from mooncake_mesh.mesh.peers import PeerTable
+from mooncake_mesh.policy.admission import Admission
+from mooncake_mesh.policy.cost_model import LinearCost
+from mooncake_mesh.policy.placement import Scheduling
+from mooncake_mesh.policy.views import Objectives
+from mooncake_proto.control import Load, Member, Role
+from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, NodeId
+from mooncake_proto.kvcache import KvSnapshot
+from mooncake_proto.serving import Placement, Rejected, Schedule
+from tests.unit.conductor_trace import CARD, LIFE, all_policies, recorded, replayed
+
+KEYS = [BlockKey(bytes([i]) * 16) for i in range(1, 51)]
+COST = LinearCost(
+    prefill_base_s=0.0,
+    prefill_token_s=0.01,
+    cached_token_s=0.0,
+    step_base_s=0.01,
+    step_sequence_s=0.01,
+    step_context_token_s=0.0,
+    transfer_base_s=0.0,
+    transfer_bytes_per_s=1e5,  # a block of 4 tokens in 0.01 s, computed in 0.04 s
+)
+
+
+def mesh(*nodes: str, blocks: int = 1_000, scheduling: Scheduling | None = None, tbt_s: float = 10.0) -> ConductorCore:
+    """Each node is written as the workers on it: "p0", "d0" or "p0 d0"."""
+    core = ConductorCore(
+        incarnation=Incarnation("conductor"),
+        peers=PeerTable(suspect_after_s=1e3, dead_after_s=2e3, forget_after_s=3e3),
+        index=PrefixIndex(max_entries=1_000),
+        cost=COST,
+        objectives=Objectives(ttft_s=100.0, tbt_s=tbt_s),
+        started_s=0.0,
+        scheduling=scheduling or Scheduling(),
+    )
+    for number, workers in enumerate(nodes):
+        for name in [f"m{number}", *workers.split()]:
+            role = {"m": Role.MESSENGER, "p": Role.PREFILL, "d": Role.DECODE}[name[0]]
+            member = Member(
+                role=role,
+                instance_id=InstanceId(name),
+                node_id=NodeId(f"n{number}"),
+                incarnation=LIFE,
+                endpoint=f"ipc://{name}",
+                model=None if role is Role.MESSENGER else CARD,
+            )
+            core.register(member, 0.0)
+            beat(core, name, Load(blocks_total=blocks, blocks_free=blocks) if role is Role.MESSENGER else Load(), 0.0)
+    return core
+
+
+def beat(core: ConductorCore, name: str, load: Load, now_s: float) -> None:
+    assert core.heartbeat(InstanceId(name), LIFE, load, now_s) is not None
+
+
+def ask(
+    core: ConductorCore, now_s: float, *, tokens: int = 40, keys: int = 0, max_new: int = 16
+) -> Placement | Rejected:
+    request = Schedule(
+        job_id=JobId("r"), model="m", prompt_tokens=tokens, max_new_tokens=max_new, keys=join_keys(KEYS[:keys])
+    )
+    return core.schedule(request, now_s)
+
+
+def placed(core: ConductorCore, now_s: float, *, tokens: int = 40, keys: int = 0) -> Placement:
+    result = ask(core, now_s, tokens=tokens, keys=keys)
+    assert isinstance(result, Placement)
+    return result
+
+
+# --- between two beats ------------------------------------------------------------------------------------------------
+
+
+def test_a_burst_is_not_promised_the_same_blocks_twice() -> None:
+    core = mesh("p0", "d0", blocks=50)  # a request takes (40 + 16) / 4 = 14 blocks
+    outcomes = [ask(core, 1.0) for _ in range(4)]
+    assert [isinstance(outcome, Placement) for outcome in outcomes] == [True, True, True, False]
+    assert isinstance(outcomes[3], Rejected)
+    assert (outcomes[3].reason, outcomes[3].unavailable) == ("decode_pool_full", False)
+
+
+def test_promised_blocks_go_to_another_node_and_count_until_a_beat_has_them() -> None:
+    core = mesh("p0", "d0", "d1", blocks=50)
+    names = [placed(core, 1.0).decode.instance_id for _ in range(6)]
+    assert sorted(names) == ["d0", "d0", "d0", "d1", "d1", "d1"]
+    assert isinstance(ask(core, 1.0), Rejected)
+    room = Load(blocks_total=50, blocks_free=50)
+    beat(core, "m1", room, 1.05)
+    assert isinstance(ask(core, 1.05), Rejected), "too soon after for the blocks to be in that report"
+    beat(core, "m1", room, 1.2)
+    assert placed(core, 1.2).decode.instance_id == "d0"
+
+
+def test_blocks_promised_to_decoding_are_gone_for_a_prefill_instance_on_that_node() -> None:
+    core = mesh("p0 d0", blocks=20)
+    placed(core, 1.0)
+    outcome = ask(core, 1.0)
+    assert isinstance(outcome, Rejected)
+    assert outcome.reason == "prefill_pool_full"
+
+
+def test_a_queue_gets_shorter_while_nobody_reports() -> None:
+    core = mesh("p0", "d0")
+    first, second = placed(core, 1.0), placed(core, 1.0)
+    assert [p.ttft_est_s for p in (first, second)] == pytest.approx([0.4, 0.8])
+    assert placed(core, 1.7).ttft_est_s == pytest.approx(0.1 + 0.4)
+
+
+def test_a_reported_queue_is_the_sum_of_its_prompts_less_what_has_been_computed() -> None:
+    core = mesh("p0", "d0")
+    beat(core, "p0", Load(queued_prompts=((100, 0), (50, 400)), prefill_elapsed_s=0.7), 2.0)
+    assert placed(core, 2.0).ttft_est_s == pytest.approx(1.0 - 0.7 + 0.5 + 0.4)
+
+
+def test_copies_wait_for_each_other_on_the_link_of_their_source() -> None:
+    core = mesh("p0", "p1", "p2", "d0")
+    core.kv_snapshot(KvSnapshot(node_id=NodeId("n0"), incarnation=LIFE, seq=0, keys=join_keys(KEYS)))
+    busy = Load(queued_prompts=((10_000, 0),))
+    beat(core, "p0", busy, 1.0)
+    first, second = placed(core, 1.0, tokens=201, keys=50), placed(core, 1.0, tokens=201, keys=50)
+    assert [p.prefill.instance_id for p in (first, second)] == ["p1", "p2"]
+    assert [p.fetch_from for p in (first, second)] == ["ipc://m0", "ipc://m0"]
+    assert first.ttft_est_s == pytest.approx(0.5 + 0.01)
+    assert second.ttft_est_s == pytest.approx(0.5 + 0.5 + 0.01)
+
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+
+
+def test_prefill_estimates_are_corrected_by_what_an_instance_measured() -> None:
+    core = mesh("p0", "p1", "d0")
+    beat(core, "p0", Load(prefills=2, recent_prefills=((100, 0, 3.0), (100, 50, 3.0))), 1.0)
+    got = placed(core, 1.0)
+    assert got.prefill.instance_id == "p1", "it is three times as slow as the model says"
+    [quality] = core.status(1.0).estimates
+    assert (quality.instance_id, quality.samples) == ("p0", 2)
+    assert quality.factor == pytest.approx(3.0)
+    assert quality.error == pytest.approx(0.5 * (1 - 1 / 3)), "the second one was predicted right"
+
+
+def test_a_sample_that_is_reported_again_is_not_learnt_again() -> None:
+    core = mesh("p0", "d0")
+    for now_s in (1.0, 2.0, 3.0):
+        beat(core, "p0", Load(prefills=1, recent_prefills=((100, 0, 3.0),)), now_s)
+    beat(core, "p0", Load(prefills=2, recent_prefills=((100, 0, 3.0), (100, 0, 3.0))), 4.0)
+    assert [quality.samples for quality in core.status(5.0).estimates] == [2]
+
+
+def test_step_estimates_are_corrected_and_a_slow_machine_gets_less() -> None:
+    core = mesh("p0", "d0", "d1")
+    beat(core, "d0", Load(running_jobs=1, running_tokens=10, step_s=0.2), 1.0)  # modelled: 0.02
+    beat(core, "d1", Load(running_jobs=4, running_tokens=10, step_s=0.05), 1.0)
+    got = placed(core, 1.0)
+    assert got.decode.instance_id == "d1"
+    assert got.tbt_est_s == pytest.approx(0.06)
+
+
+# --- strategies -------------------------------------------------------------------------------------------------------
+
+
+def test_hold_counts_what_it_placed_itself() -> None:
+    hold = Scheduling(admission=Admission(kind=AdmissionKind.HOLD, wip_limit=1.0, decode_s=10.0))
+    core = mesh("p0", "d0", blocks=25, scheduling=hold)  # 100 tokens
+    assert [isinstance(ask(core, 1.0), Placement) for _ in range(3)] == [True, True, False]
+    refused = ask(core, 1.0)
+    assert isinstance(refused, Rejected)
+    assert (refused.reason, refused.unavailable) == ("kv_in_progress", False)
+    assert refused.retry_after_s == pytest.approx(10.0 * 20 / 80)
+
+
+def test_nobody_is_told_to_come_back_for_what_will_never_fit() -> None:
+    for kind in AdmissionKind:
+        core = mesh("p0", "d0", blocks=10, scheduling=Scheduling(admission=Admission(kind=kind)))
+        outcome = ask(core, 1.0, tokens=100)
+        assert isinstance(outcome, Rejected)
+        assert (outcome.reason, outcome.unavailable) == ("prefill_pool_too_small", True)
+
+
+# --- the same every time ----------------------------------------------------------------------------------------------
+
+
+def test_a_trace_replays_to_the_same_decisions_in_this_process_and_under_any_hash_seed() -> None:
+    trace = recorded(120)
+    once = all_policies(lambda scheduling: replayed(trace, scheduling))
+    assert once == all_policies(lambda scheduling: replayed(trace, scheduling))
+    assert len({line.split()[0] for line in once}) >= 7, "policies decide differently"
+    for seed in ("1", "2"):
+        script = Path(__file__).with_name("conductor_trace.py")
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.split("\n") == once

@@ -1,0 +1,137 @@
+"""Cost models from measurements, as data, and kept true by what is observed."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from mooncake_mesh.policy.correction import Correction
+from mooncake_mesh.policy.cost_fit import (
+    PolynomialCost,
+    PrefillSample,
+    StepSample,
+    TransferSample,
+    fit_cost,
+    prefill_error,
+)
+from mooncake_mesh.policy.cost_profile import dump_profile, load_profile
+
+PUBLISHED = [
+    PrefillSample(uncached_tokens=n * 1024 - cached, cached_tokens=cached, elapsed_s=elapsed_s)
+    for share, times in ((0.0, (1.002, 2.056, 4.479, 10.588, 27.514)), (0.95, (0.135, 0.226, 0.407, 0.881, 2.329)))
+    for n, elapsed_s in zip((8, 16, 32, 64, 128), times, strict=True)
+    for cached in [int(n * 1024 * share)]
+]
+"""Figure 14 of the FAST'25 paper: one LLaMA3-70B prompt on eight A800, nothing and 95 % of it cached."""
+
+STEPS = [StepSample(batch=b, context_tokens=b * n, elapsed_s=0.02 + 0.001 * b + 1e-6 * b * n) for b, n in
+         ((1, 100), (4, 1_000), (8, 500), (16, 4_000))]  # fmt: skip
+TRANSFERS = [TransferSample(n_bytes=n, elapsed_s=0.001 + n / 5e9) for n in (1_000, 10**6, 10**8)]
+
+
+def test_the_published_prefill_times_fit_a_polynomial() -> None:
+    cost = fit_cost(PUBLISHED, STEPS, TRANSFERS)
+    worst = max(abs(cost.prefill_s(s.uncached_tokens, s.cached_tokens) / s.elapsed_s - 1) for s in PUBLISHED)
+    assert worst < 0.05
+    assert prefill_error(cost, PUBLISHED) < 0.03
+    assert cost.prefill_token_s == pytest.approx(1.1e-4, rel=0.1)
+    assert cost.prefill_pair_s == pytest.approx(7.4e-10, rel=0.1)
+
+
+def test_exact_samples_give_their_model_back() -> None:
+    cost = fit_cost(PUBLISHED, STEPS, TRANSFERS)
+    assert cost.decode_step_s(10, 20_000) == pytest.approx(0.02 + 0.01 + 0.02)
+    assert cost.transfer_s(5 * 10**9) == pytest.approx(1.001)
+
+
+def test_noise_makes_no_coefficient_negative() -> None:
+    draw = random.Random(3)
+    noisy = [
+        PrefillSample(uncached_tokens=n, cached_tokens=c, elapsed_s=(0.01 + 0.001 * n) * draw.uniform(0.8, 1.2))
+        for n in (10, 100, 400)
+        for c in (0, 50, 1_000)
+    ]
+    cost = fit_cost(noisy, STEPS, TRANSFERS)
+    assert prefill_error(cost, noisy) < 0.2
+    assert min(cost.prefill_base_s, cost.prefill_token_s, cost.prefill_pair_s, cost.cached_token_s) >= 0
+
+
+def test_one_sample_is_enough_and_none_or_an_impossible_one_is_refused() -> None:
+    cost = fit_cost(PUBLISHED[:1], STEPS[:1], TRANSFERS[:1])
+    assert cost.prefill_s(8 * 1024, 0) == pytest.approx(1.002)
+    with pytest.raises(ValueError, match="samples"):
+        fit_cost([], STEPS, TRANSFERS)
+    with pytest.raises(ValueError, match="positive"):
+        fit_cost([replace(PUBLISHED[0], elapsed_s=0.0)], STEPS, TRANSFERS)
+
+
+# --- as data ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_survives_being_written_and_read() -> None:
+    cost = fit_cost(PUBLISHED, STEPS, TRANSFERS)
+    assert load_profile(dump_profile(cost)) == cost
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("{", "no JSON"),
+        ("[]", "format"),
+        ('{"format": "mooncake-mesh/cost/1"}', "prefill_base_s"),
+    ],
+)
+def test_a_profile_says_what_is_wrong_with_it(text: str, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        load_profile(text)
+
+
+@pytest.mark.parametrize("value", [-1.0, "1", True, None, float("nan")])
+def test_a_coefficient_is_a_number_and_not_negative(value: object) -> None:
+    data = json.loads(dump_profile(fit_cost(PUBLISHED, STEPS, TRANSFERS)))
+    with pytest.raises(ValueError, match="step_base_s"):
+        load_profile(json.dumps(data | {"step_base_s": value}))
+
+
+def test_a_cost_has_no_negative_coefficient() -> None:
+    cost = fit_cost(PUBLISHED, STEPS, TRANSFERS)
+    with pytest.raises(ValueError, match="transfer_byte_s"):
+        replace(cost, transfer_byte_s=-1.0)
+    assert isinstance(cost, PolynomialCost)
+
+
+# --- correction -------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_that_is_twice_as_slow_is_found_out_at_once() -> None:
+    known = Correction().observed(1.0, 2.0)
+    assert known.factor == pytest.approx(2.0)
+    assert known.error == pytest.approx(0.5)
+    assert known.samples == 1
+    for _ in range(50):
+        known = known.observed(3.0, 6.0)
+    assert known.factor == pytest.approx(2.0)
+    assert known.error < 0.01
+
+
+def test_it_follows_a_machine_that_changes() -> None:
+    known = Correction()
+    for _ in range(20):
+        known = known.observed(1.0, 1.0)
+    for _ in range(40):
+        known = known.observed(1.0, 3.0)
+    assert known.factor == pytest.approx(3.0, rel=0.05)
+
+
+def test_twice_and_half_cancel_out_and_one_outlier_counts_for_little() -> None:
+    known = Correction()
+    for _ in range(200):
+        known = known.observed(1.0, 2.0).observed(1.0, 0.5)
+    assert 0.8 < known.factor < 1.25
+    assert known.observed(1.0, 1e9).factor < 2.5
+
+
+@pytest.mark.parametrize(("modelled_s", "observed_s"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0)])
+def test_times_that_say_nothing_change_nothing(modelled_s: float, observed_s: float) -> None:
+    assert Correction().observed(modelled_s, observed_s) == Correction()
