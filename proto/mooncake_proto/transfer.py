@@ -8,7 +8,7 @@ Moving KV, sender A and receiver B::
     decode  → B   Acquire(landing)     reserves the blocks the KV will land in; answered when all of it has landed
     prefill → A   StartSend            A asks B for the plan: OpenTransfer, answered by TransferPlan
     prefill → A   SliceReady           one-way, after the forward that wrote the slice has finished
-            A → B SliceOffer | a TCP frame    B copies (shm), reads (rdma) or receives (tcp) into its own arena and acknowledges
+            A → B SliceOffer | a TCP frame    B copies (shm), reads (rdma) or receives (tcp) it, and acknowledges
     prefill → A   FinishSend           answered when every slice is acknowledged, or by Failure; the job is released
 
 An arena is written only by processes of its own node: a sender never writes into another node's memory, so revoking a

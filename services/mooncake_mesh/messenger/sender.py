@@ -68,6 +68,7 @@ class Sender:
         self._rdma = rdma
         self._tcp: dict[tuple[str, int], Connections] = {}
         self._sending: dict[TransferId, _Sending] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
         self.sent_bytes = 0
         self.transports: set[str] = set()
 
@@ -108,8 +109,12 @@ class Sender:
         sending = self._sending.pop(transfer_id, None)
         if sending is not None and sending.task is not None and not sending.done.is_set():
             sending.task.cancel()
+            self._stopping.add(sending.task)
+            sending.task.add_done_callback(self._stopping.discard)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Close the connections, once every stopped transfer has told its receiver. All must be forgotten before."""
+        await asyncio.gather(*self._stopping, return_exceptions=True)
         for connections in self._tcp.values():
             connections.close()
 

@@ -1,0 +1,226 @@
+"""What a messenger has once its arena is cut into blocks: the pool's core, transfers both ways, the SSD tier."""
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import replace
+from time import monotonic
+from typing import Final
+from uuid import uuid4
+
+import structlog
+
+from mooncake_mesh.errors import MooncakeError, PeerUnreachable
+from mooncake_mesh.kv.block_hash import join_keys, split_keys
+from mooncake_mesh.kv.block_pool import NoRoom
+from mooncake_mesh.mesh.arena import Holder
+from mooncake_mesh.mesh.bell import Bell
+from mooncake_mesh.mesh.phonebook import Phonebook
+from mooncake_mesh.messenger.core import MessengerCore
+from mooncake_mesh.messenger.publisher import KvPublisher
+from mooncake_mesh.messenger.receiver import Receiver
+from mooncake_mesh.messenger.sender import Sender
+from mooncake_mesh.messenger.ssd import NodeSsd
+from mooncake_proto.control import Load
+from mooncake_proto.ids import Incarnation, JobId, TransferId
+from mooncake_proto.transfer import (
+    Acquire,
+    Acquired,
+    FinishSend,
+    Grow,
+    Grown,
+    PushBlocks,
+    Pushing,
+    Seal,
+    SendReport,
+    SliceReady,
+    StartSend,
+)
+
+log = structlog.get_logger(__name__)
+
+_FETCH_TIMEOUT_S: Final = 20.0
+_REMEMBERED_DEAD: Final = 1024
+
+
+class CutArena:
+    """Blocks for jobs, and transfers into and out of them. Everything runs on the event loop.
+
+    *me* is this messenger as an owner of jobs, *endpoint* its ROUTER.
+    """
+
+    def __init__(
+        self,
+        core: MessengerCore,
+        ssd: NodeSsd,
+        publisher: KvPublisher,
+        peers: Phonebook,
+        tasks: asyncio.TaskGroup,
+        *,
+        me: Holder,
+        endpoint: str,
+    ) -> None:
+        self.core = core
+        self.receiver: Receiver
+        self.sender: Sender
+        self._ssd = ssd
+        self._publisher = publisher
+        self._peers = peers
+        self._tasks = tasks
+        self._me = me
+        self._endpoint = endpoint
+        self._room = Bell()
+        self._gone: OrderedDict[Incarnation, None] = OrderedDict()
+
+    def load(self) -> Load:
+        pool = self.core.pool
+        load = Load(
+            running_jobs=self.core.n_jobs,
+            blocks_total=pool.n_blocks,
+            blocks_free=pool.free_blocks,
+            blocks_cached=pool.sealed_blocks,
+            blocks_evictable=pool.evictable_blocks,
+            transferred_bytes=self.sender.sent_bytes,
+            transports=",".join(sorted(self.sender.transports)),
+        )
+        return self._ssd.counted(load)
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    def came(self, incarnation: Incarnation) -> None:
+        """A worker attached."""
+        self._gone.pop(incarnation, None)
+
+    async def acquire(self, request: Acquire) -> Acquired:
+        """Waits for room, and for the landing if there is one, for as long as the call's deadline allows."""
+        core, receiver = self.core, self.receiver
+        if request.fetch_from and request.fetch_blocks:
+            await self._fetch_prefix(request)
+
+        def attempt() -> Acquired | None:
+            if request.incarnation in self._gone:  # nobody would ever release what it got
+                raise PeerUnreachable(f"{request.instance_id} is gone")
+            result = core.acquire(request, monotonic())
+            return None if isinstance(result, NoRoom) else result
+
+        await self._ssd.make_room(core, request)
+        acquired = await self._room.until(attempt)
+        self._publish()
+        if request.landing is None:
+            return await self._ssd.promoted(core, request, acquired)
+        receiver.changed.ring()
+        return replace(acquired, landed=await receiver.landed(request.landing))
+
+    async def _fetch_prefix(self, request: Acquire) -> None:
+        """Copy missing prefix blocks from another node. Whatever goes wrong, the job computes them instead."""
+        core, receiver = self.core, self.receiver
+        keys = core.missing_prefix(request)
+        if not keys:
+            return
+        transfer_id = TransferId(uuid4().hex)
+        try:
+            landing = core.open_fetch(transfer_id, request, keys, monotonic())
+            receiver.changed.ring()
+            push = PushBlocks(
+                transfer_id=transfer_id, target=self._endpoint, keys=join_keys(keys), deadline_s=_FETCH_TIMEOUT_S
+            )
+            pushing = await self._peers.get(request.fetch_from).call(push, Pushing, timeout_s=_FETCH_TIMEOUT_S)
+            landing.shorten(pushing.n_blocks)
+            core.settle(landing)
+            async with asyncio.timeout(_FETCH_TIMEOUT_S):
+                landed = await receiver.landed(transfer_id)
+            log.info(
+                "prefix_fetched",
+                job_id=request.job_id,
+                source=request.fetch_from,
+                blocks=pushing.n_blocks,
+                received_bytes=landed.received_bytes,
+                elapsed_s=round(landed.last_slice_s, 4),
+            )
+        except (MooncakeError, TimeoutError) as error:
+            log.warning("prefix_fetch_failed", job_id=request.job_id, source=request.fetch_from, error=str(error)[:200])
+        finally:
+            self.end_job(JobId(transfer_id), "the fetch is over")
+
+    def grow(self, request: Grow) -> Grown:
+        got = {job_id: self.core.grow(JobId(job_id), wanted) for job_id, wanted in request.wanted.items()}
+        self._publish()
+        return Grown(blocks={job_id: tuple(blocks) for job_id, blocks in got.items() if blocks})
+
+    def seal(self, request: Seal) -> None:
+        self.core.seal(request.job_id, request.first_block, list(split_keys(request.keys)))
+        self._publish()
+
+    def worker_gone(self, holder: Holder) -> None:
+        """The kernel closed a worker's connection: it writes no more, whatever became of it."""
+        self._gone[holder.incarnation] = None
+        if len(self._gone) > _REMEMBERED_DEAD:
+            self._gone.popitem(last=False)
+        jobs = self.core.jobs_of(holder.instance_id, holder.incarnation)
+        log.info("holder_gone", holder=holder.instance_id, jobs=len(jobs))
+        for job_id in jobs:
+            self.end_job(job_id, f"{holder.instance_id} is gone")
+        self._room.ring()
+
+    def end_job(self, job_id: JobId, why: str) -> None:
+        for transfer_id in self.core.release(job_id, why):
+            self.sender.forget(transfer_id)
+            self.receiver.forget(transfer_id)
+        self.pool_changed()
+
+    def pool_changed(self) -> None:
+        """Blocks may have become free or findable: by a release, or by the last write into one that was released."""
+        self._publish()
+        self._room.ring()
+
+    def _publish(self) -> None:
+        """The pool has changed: others want to know what it holds, and it may have become too full."""
+        self._publisher.poke()
+        self._ssd.pool_changed()
+
+    # --- transfers ----------------------------------------------------------------------------------------------------
+
+    def start_send(self, request: StartSend) -> None:
+        outbound = self.core.start_send(request.transfer_id, request.job_id, request.n_blocks, request.layers)
+        self.sender.start(outbound, request.target, request.deadline_s)
+
+    async def finish_send(self, request: FinishSend) -> SendReport:
+        outbound = self.core.outbound(request.transfer_id)
+        try:
+            return await self.sender.finish(request.transfer_id)
+        finally:
+            if outbound is not None:
+                self.end_job(outbound.job_id, "the transfer is over")
+
+    async def push_blocks(self, request: PushBlocks) -> Pushing:
+        core, sender = self.core, self.sender
+        promotion = JobId(f"promote-{uuid4().hex}")
+        try:
+            target = core.open_promotion(promotion, request, self._me.instance_id, self._me.incarnation)
+            if target is not None:
+                await self._ssd.read(target)
+            outbound = core.start_push(request, self._me.instance_id, self._me.incarnation)
+        finally:
+            self.end_job(promotion, "the prefix is in the arena")
+        n_blocks = outbound.n_blocks
+        if n_blocks == 0:
+            self.end_job(outbound.job_id, "nothing to push")
+        else:
+            sender.start(outbound, request.target, request.deadline_s)
+            whole = SliceReady(transfer_id=request.transfer_id, layer=0, n_layers=1, first_block=0, n_blocks=n_blocks)
+            sender.announce(whole)
+            self._tasks.create_task(self._end_push(outbound.job_id, request.transfer_id))
+        return Pushing(transfer_id=request.transfer_id, n_blocks=n_blocks)
+
+    async def _end_push(self, job_id: JobId, transfer_id: TransferId) -> None:
+        try:
+            await self.sender.finish(transfer_id)
+        except MooncakeError as error:
+            log.info("push_failed", transfer_id=transfer_id, code=error.code)
+        finally:
+            self.end_job(job_id, "the push is over")
+
+    async def close(self) -> None:
+        """End all jobs; senders have told their receivers when this returns."""
+        for job_id in self.core.all_jobs():
+            self.end_job(job_id, "the messenger stops")
+        await self.sender.close()
