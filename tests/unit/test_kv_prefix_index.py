@@ -38,15 +38,15 @@ def test_the_first_hole_ends_a_prefix() -> None:
 def test_long_prefixes_are_exact_whatever_is_stored_and_evicted_in_between() -> None:
     draw = random.Random(1)
     index = PrefixIndex(max_entries=100_000)
-    root = chain(64)
-    chains = [root + chain(100, first=1_000 * n) for n in range(1, 4)]
+    root = chain(300)
+    chains = [root + chain(300, first=1_000 * n) for n in range(1, 4)]
     held: dict[NodeId, set[BlockKey]] = {NodeId(f"n{i}"): set() for i in range(5)}
     for node, mine in held.items():
         for keys in chains:
             mine.update(keys[: draw.randrange(len(keys) + 1)])
         index.replace(node, list(mine))
-    for _ in range(300):
-        keys = draw.choice(chains)[: draw.randrange(1, 165)]
+    for _ in range(600):
+        keys = draw.choice(chains)[: draw.randrange(1, 601)]
         expected = {
             node: depth
             for node, mine in held.items()

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from mooncake_mesh.kv.prefix_segments import SEGMENT_BLOCKS, SegmentMemo
+from mooncake_mesh.kv.prefix_segments import LONG_BLOCKS, SEGMENT_BLOCKS, SegmentMemo, Steps
 from mooncake_proto.ids import BlockKey, NodeId
 
 _MAX_SEGMENTS: Final = 8_192
@@ -65,16 +65,18 @@ class PrefixIndex:
         if not keys:
             return found
         alive = self._masks.get(keys[0], 0)
-        known, whole = self._segments.known, len(keys) - len(keys) % SEGMENT_BLOCKS
-        for start in range(0, whole, SEGMENT_BLOCKS):
+        memo = self._segments
+        long, whole = len(keys) - len(keys) % LONG_BLOCKS, len(keys) - len(keys) % SEGMENT_BLOCKS
+        for start in range(0, long, LONG_BLOCKS):
             if not alive:
                 return found
-            steps = known.get(keys[start + SEGMENT_BLOCKS - 1]) or self._segments.steps(keys, start)
-            for offset, holders in steps:
-                still = alive & holders
-                if still != alive:
-                    self._record(found, alive ^ still, start + offset)
-                    alive = still
+            steps = memo.known_long.get(keys[start + LONG_BLOCKS - 1]) or memo.long_steps(keys, start)
+            alive = self._step_down(found, alive, steps, start)
+        for start in range(long, whole, SEGMENT_BLOCKS):
+            if not alive:
+                return found
+            steps = memo.known.get(keys[start + SEGMENT_BLOCKS - 1]) or memo.steps(keys, start)
+            alive = self._step_down(found, alive, steps, start)
         masks = self._masks
         for depth in range(whole, len(keys)):
             if not alive:
@@ -151,6 +153,15 @@ class PrefixIndex:
             self._names.clear()
             self._slot_of[node] = number
         return number
+
+    def _step_down(self, found: dict[NodeId, int], alive: int, steps: Steps, start: int) -> int:
+        """Who of *alive* is left after a stretch from *start* on; record those who are not."""
+        for offset, holders in steps:
+            still = alive & holders
+            if still != alive:
+                self._record(found, alive ^ still, start + offset)
+                alive = still
+        return alive
 
     def _record(self, found: dict[NodeId, int], mask: int, depth: int) -> None:
         names = self._names.get(mask)

@@ -13,6 +13,7 @@ from typing import Final
 from mooncake_proto.ids import BlockKey
 
 SEGMENT_BLOCKS: Final = 32
+LONG_BLOCKS: Final = 8 * SEGMENT_BLOCKS
 _NOBODY: Final = repeat(0)
 
 Steps = tuple[tuple[int, int], ...]
@@ -24,12 +25,15 @@ class SegmentMemo:
 
     A stretch is remembered from the second time on that it is asked for while somebody holds its first key: chains
     that come once cost nothing. At most *max_segments* are, the longest known go first; each takes about 4 KiB.
+    Where all stretches of LONG_BLOCKS keys are remembered, so is what they come to together.
     """
 
     def __init__(self, masks: Mapping[BlockKey, int], *, max_segments: int) -> None:
         self._masks = masks
         self._max_segments = max_segments
         self.known: dict[BlockKey, Steps] = {}
+        self.known_long: dict[BlockKey, Steps] = {}
+        self._long_of: dict[BlockKey, BlockKey] = {}
         self._members: dict[BlockKey, tuple[BlockKey, ...]] = {}
         self._segment_of: dict[BlockKey, BlockKey] = {}
         self._asked: set[BlockKey] = set()
@@ -47,11 +51,32 @@ class SegmentMemo:
             self.known[last] = steps
         return steps
 
+    def long_steps(self, keys: Sequence[BlockKey], start: int) -> Steps:
+        """Of LONG_BLOCKS of *keys* from *start* on. ``known_long`` has them by the last of these keys, perhaps."""
+        end = start + LONG_BLOCKS
+        steps: list[tuple[int, int]] = []
+        for at in range(start, end, SEGMENT_BLOCKS):
+            for offset, holders in self.steps(keys, at):
+                left = steps[-1][1] & holders if steps else holders
+                if not steps or left != steps[-1][1]:
+                    steps.append((at - start + offset, left))
+        lasts = keys[start + SEGMENT_BLOCKS - 1 : end : SEGMENT_BLOCKS]
+        if all(last in self.known for last in lasts):
+            self.known_long[keys[end - 1]] = tuple(steps)
+            self._long_of.update(dict.fromkeys(lasts, keys[end - 1]))
+        return tuple(steps)
+
     def changed(self, key: BlockKey) -> None:
         """The mask of *key* is another one now."""
         last = self._segment_of.get(key)
         if last is not None:
-            self.known.pop(last, None)
+            self._forget(last)
+
+    def _forget(self, last: BlockKey) -> None:
+        self.known.pop(last, None)
+        long = self._long_of.pop(last, None)
+        if long is not None:
+            self.known_long.pop(long, None)
 
     def _is_worth_it(self, last: BlockKey) -> bool:
         if last in self._asked:
@@ -67,7 +92,7 @@ class SegmentMemo:
             return
         if len(self._members) >= self._max_segments:
             oldest = next(iter(self._members))
-            self.known.pop(oldest, None)
+            self._forget(oldest)
             for key in self._members.pop(oldest):
                 self._segment_of.pop(key, None)
         self._members[last] = stretch
