@@ -22,6 +22,7 @@ from mooncake_proto.serving import Schedule
 Event = Register | Heartbeat | Goodbye | KvEvents | KvSnapshot | Schedule
 Trace = list[tuple[float, Event]]
 
+REQUESTS = 80
 LIFE = Incarnation("life")
 CARD = ModelCard(name="m", fingerprint="f", dtype="float32", block_tokens=4, block_bytes=1000, max_context_tokens=4096)
 COST = LinearCost(
@@ -144,4 +145,5 @@ def _applied(core: ConductorCore, now_s: float, event: Event) -> object:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(all_policies(lambda scheduling: replayed(recorded(120), scheduling))))
+    recording = recorded(REQUESTS)
+    sys.stdout.write("\n".join(all_policies(lambda scheduling: replayed(recording, scheduling))))

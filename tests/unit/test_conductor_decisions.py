@@ -20,7 +20,7 @@ from mooncake_proto.control import Load, Member, Role
 from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, NodeId
 from mooncake_proto.kvcache import KvSnapshot
 from mooncake_proto.serving import Placement, Rejected, Schedule
-from tests.unit.conductor_trace import CARD, LIFE, all_policies, recorded, replayed
+from tests.unit.conductor_trace import CARD, LIFE, REQUESTS, all_policies, recorded, replayed
 
 KEYS = [BlockKey(bytes([i]) * 16) for i in range(1, 51)]
 COST = LinearCost(
@@ -193,7 +193,7 @@ def test_nobody_is_told_to_come_back_for_what_will_never_fit() -> None:
 
 
 def test_a_trace_replays_to_the_same_decisions_in_this_process_and_under_any_hash_seed() -> None:
-    trace = recorded(120)
+    trace = recorded(REQUESTS)
     once = all_policies(lambda scheduling: replayed(trace, scheduling))
     assert once == all_policies(lambda scheduling: replayed(trace, scheduling))
     assert len({line.split()[0] for line in once}) >= 7, "policies decide differently"
