@@ -20,8 +20,8 @@ from mooncake_mesh.kv.eviction_contract import BlockHistory
 from mooncake_mesh.kv.eviction_rates import Circumstance, Kind, ReuseLaw, Tally, Watched
 from mooncake_proto.ids import BlockId, BlockKey
 
-REMEMBERED: Final = 1 << 17
-"""Keys remembered of blocks that are no candidates: about 25 MiB at most."""
+REMEMBERED: Final = 1 << 16
+"""Keys remembered of blocks that are no candidates: about 27 MiB at most."""
 _SHARED_USES: Final = 20
 _MOST_TIMES: Final = 16
 
