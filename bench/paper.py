@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             started_s = perf_counter()
             EXPERIMENTS[id_](bench)
             bench.say(f"{id_}: {perf_counter() - started_s:.0f} s")
+            if args.json:  # after each: all together take hours
+                report.write(args.json, report.rows)
     except TraceMissing as missing:
         sys.stderr.write(f"bench.paper: {missing}\n")
         return 2

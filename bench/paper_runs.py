@@ -82,7 +82,7 @@ class Bench:
         self, id_: str, text: str, value: "Measured", unit: str, *, least: float = -math.inf, most: float = math.inf,
         prototype: str, paper: str = "-", baseline: "Measured | None" = None,
     ) -> None:  # fmt: skip
-        """One measured quantity; its aim is met when the mean lies within *least* and *most*."""
+        """One measured quantity; its aim is met when the mean lies within *least* and *most*. Said at once."""
         self.report.row(
             f"{id_} {text}",
             value.mean,
@@ -93,6 +93,9 @@ class Bench:
             n=len(value.values),
             spread=(min(value.values), max(value.values)),
         )
+        made = self.report.rows[-1]
+        verdict = "" if made.met is None else ", met" if made.met else ", MISSED"
+        self.say(f"{made.metric}: {made.value:.4g} {unit}{verdict}")
 
 
 @dataclass(frozen=True, slots=True)
