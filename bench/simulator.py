@@ -295,6 +295,9 @@ class _Run:
         """The check at the end of prefill, for those that did not hold. What was computed is lost."""
         if self._holds or self._setup.objectives.tbt_s is None or not flight.is_first_job:
             return False
+        if not flight.has_decode_blocks:
+            flight.record.refused = "decode_pool_full_at_decode"
+            return True
         decode = self._decode_of[flight.placement.decode.instance_id]
         admission = self._setup.scheduling.admission
         decode_s = admission.decode_s or admission.assumed_decode_s

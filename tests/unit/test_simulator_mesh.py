@@ -14,6 +14,9 @@ from bench.nodes import NODES, NodeKind
 from bench.simulator import MeshSetup, simulate
 from bench.simulator_results import RunResult
 from bench.traces import TraceRequest
+from mooncake_mesh.config_scheduling import AdmissionKind
+from mooncake_mesh.policy.admission import Admission
+from mooncake_mesh.policy.placement import Scheduling
 from mooncake_mesh.policy.views import Objectives
 from mooncake_proto.ids import BlockKey
 
@@ -139,6 +142,28 @@ def test_objectives_refuse_what_would_be_late() -> None:
     assert set(strict.reasons()) == {"ttft_objective"}
     assert max(strict.ttfts()) <= 0.55
     assert simulate(work, setup(decode_blocks=1000)).rejected == 0
+
+
+def test_baseline_finds_out_at_the_end_of_prefill_that_nobody_can_decode() -> None:
+    work = [request(0.001 * i, 100, 200, f"{i}") for i in range(12)]
+    kinds = {
+        kind: simulate(
+            work,
+            setup(
+                2,
+                decode_blocks=40,
+                objectives=Objectives(ttft_s=30.0, tbt_s=0.1),
+                scheduling=Scheduling(admission=Admission(kind=kind)),
+            ),
+        )
+        for kind in (AdmissionKind.BASELINE, AdmissionKind.HOLD)
+    }
+    late = kinds[AdmissionKind.BASELINE]
+    assert set(late.reasons()) == {"decode_pool_full_at_decode"}
+    assert late.wasted_tokens(30.0, 0.1) >= 100 * late.rejected, "what was computed for them is lost"
+    held = kinds[AdmissionKind.HOLD]
+    assert held.wasted_tokens(30.0, 0.1) < late.wasted_tokens(30.0, 0.1)
+    assert all(record.tbt_s < 0.1 for record in held.served), "the wait for a place counts as TTFT"
 
 
 def _digest(result: RunResult) -> str:
