@@ -66,8 +66,8 @@ class Bench:
         whole = self._workloads[key][: self.requests or None]
         return replayed(whole, speed=speed, jitter_seed=seed if name == "conversation" else None)
 
-    def measured(self, read: Callable[[int], float]) -> "Measured":
-        """*read* for every seed."""
+    def measured(self, read: Callable[..., float]) -> "Measured":
+        """*read* for every seed, its one argument that has no default."""
         return Measured([read(seed) for seed in self.seeds])
 
     def capacity(self, name: str, system: System, *, low: float, high: float, seed: int) -> float:
