@@ -85,7 +85,7 @@ def placed(core: ConductorCore, now_s: float, *, tokens: int = 40, keys: int = 0
 
 
 def test_a_burst_is_not_promised_the_same_blocks_twice() -> None:
-    core = mesh("p0", "d0", blocks=50)  # a request takes (40 + 16) / 4 = 14 blocks
+    core = mesh("p0", "d0", blocks=40)  # a request takes 40 / 4 = 10 blocks and wants room for 4 more
     outcomes = [ask(core, 1.0) for _ in range(4)]
     assert [isinstance(outcome, Placement) for outcome in outcomes] == [True, True, True, False]
     assert isinstance(outcomes[3], Rejected)
@@ -93,11 +93,11 @@ def test_a_burst_is_not_promised_the_same_blocks_twice() -> None:
 
 
 def test_promised_blocks_go_to_another_node_and_count_until_a_beat_has_them() -> None:
-    core = mesh("p0", "d0", "d1", blocks=50)
+    core = mesh("p0", "d0", "d1", blocks=40)
     names = [placed(core, 1.0).decode.instance_id for _ in range(6)]
     assert sorted(names) == ["d0", "d0", "d0", "d1", "d1", "d1"]
     assert isinstance(ask(core, 1.0), Rejected)
-    room = Load(blocks_total=50, blocks_free=50)
+    room = Load(blocks_total=40, blocks_free=40)
     beat(core, "m1", room, 1.05)
     assert isinstance(ask(core, 1.05), Rejected), "too soon after for the blocks to be in that report"
     beat(core, "m1", room, 1.2)
@@ -105,7 +105,7 @@ def test_promised_blocks_go_to_another_node_and_count_until_a_beat_has_them() ->
 
 
 def test_blocks_promised_to_decoding_are_gone_for_a_prefill_instance_on_that_node() -> None:
-    core = mesh("p0 d0", blocks=20)
+    core = mesh("p0 d0", blocks=19)
     placed(core, 1.0)
     outcome = ask(core, 1.0)
     assert isinstance(outcome, Rejected)

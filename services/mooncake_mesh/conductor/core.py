@@ -14,7 +14,7 @@ from mooncake_mesh.mesh.peers import HealthChanged, PeerEvent, PeerTable
 from mooncake_mesh.policy.cost_model import CostModel
 from mooncake_mesh.policy.decisions import Placed, Refused
 from mooncake_mesh.policy.draws import draw
-from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling, decode_blocks_for, place
+from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling, place
 from mooncake_mesh.policy.views import Objectives, RequestShape
 from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, ModelCard, Role, StatusReport
 from mooncake_proto.ids import Incarnation, InstanceId, NodeId
@@ -274,7 +274,7 @@ def _work(shape: RequestShape, placed: Placed) -> PlacedWork:
         uncached_tokens=shape.prompt_tokens - cached_blocks * shape.block_tokens,
         cached_tokens=cached_blocks * shape.block_tokens,
         decode=placed.decode,
-        decode_blocks=decode_blocks_for(shape),
+        decode_blocks=shape.blocks_for(shape.prompt_tokens),  # what the messenger will report; growth comes later
         ttft_s=placed.ttft_est_s,
         copy_from=placed.fetch_node,
         copy_bytes=copied_blocks * shape.block_bytes,

@@ -44,7 +44,7 @@ def place(
 ) -> Placed | Refused:
     """Choose instances for *request*, or say why not."""
     prefill_blocks = request.blocks_for(request.prompt_tokens)
-    decode_blocks = decode_blocks_for(request)
+    decode_blocks = _decode_blocks_for(request)
     prefill = _able("prefill", cluster.prefill, prefill_blocks, scheduling.admission.kind)
     if isinstance(prefill, Refused):
         return prefill
@@ -71,7 +71,7 @@ def _quickest(request: RequestShape, decode: Sequence[InstanceView], cost: CostM
     return min([(instance_step_s(d, cost, request.prompt_tokens), d.instance_id) for d in decode])
 
 
-def decode_blocks_for(request: RequestShape) -> int:
+def _decode_blocks_for(request: RequestShape) -> int:
     """Blocks that decoding takes, as far as a placement counts on them."""
     return request.blocks_for(request.prompt_tokens + min(request.max_new_tokens, GROWTH_TOKENS))
 
