@@ -228,6 +228,7 @@ class DecodeService:
             slots = [self._slot(sequence) for sequence in batch]
             started_s = monotonic()
             step = self._station.on_engine_thread(self._engine.decode, slots)
+            await asyncio.sleep(0)  # lets the engine thread have the interpreter first; what follows is for others
             self._settle(news)
             news = await self._finish_step(batch, step)
             self._note_step(monotonic() - started_s)
@@ -256,9 +257,9 @@ class DecodeService:
                 self._tasks.create_task(self._give_up(sequence, sequence.stop))
         if not drawn:
             return []
-        by_job = {sequence.job.job_id: one for sequence, one in zip(batch, drawn, strict=True)}
+        by_sequence = {id(sequence): one for sequence, one in zip(batch, drawn, strict=True)}
         news = self._core.step_finished(batch, [one.token for one in drawn])
-        return [(new, by_job[new.sequence.job.job_id]) for new in news]
+        return [(new, by_sequence[id(new.sequence)]) for new in news]
 
     def _slot(self, sequence: DecodeSequence) -> DecodeSlot:
         """The sequence's slot, brought up to its next step. One object for each job: this runs between all steps."""

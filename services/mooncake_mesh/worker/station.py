@@ -1,8 +1,8 @@
 """What prefill and decode workers share: a place in the mesh, the arena under the engine, word to the gateways."""
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -17,6 +17,7 @@ from mooncake_mesh.mesh.node_arena import NodeArena
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
+from mooncake_mesh.worker.engine_thread import EngineThread
 from mooncake_mesh.worker.job_waits import EarlyCancels, JobWaits
 from mooncake_proto.control import Load, Member, ModelCard, Ok, Ping, Pong, Role
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, new_incarnation
@@ -27,6 +28,9 @@ log = structlog.get_logger(__name__)
 
 _T = TypeVar("_T")
 _RELEASE_TIMEOUT_S: Final = 5.0
+_SWITCH_S: Final = 0.0002
+"""How long the event loop may keep the engine thread from the interpreter, and the other way round. Python's 5 ms
+would be added to a step whenever a message is being handled just as the device is done."""
 _LAST_WORDS_S: Final = 5.0
 
 WorkerConfig = PrefillConfig | DecodeConfig
@@ -49,6 +53,7 @@ class Station:
         on_stop: Callable[[MooncakeError], None],
         on_gateway_lost: Callable[[str], None],
     ) -> None:
+        sys.setswitchinterval(_SWITCH_S)
         self.me = Holder(instance_id=InstanceId(config.instance_id), incarnation=new_incarnation())
         self.messenger = RpcClient(config.messenger)
         self.peers = Phonebook(on_lost=on_gateway_lost)
@@ -60,7 +65,7 @@ class Station:
         self._tasks = tasks
         self._load = load
         self._on_stop = on_stop
-        self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._engine_thread = EngineThread()
         self._conductor = RpcClient(config.conductor)
         self._arena: NodeArena | None = None
 
@@ -69,8 +74,8 @@ class Station:
         return await self.on_engine_thread(make_engine, self._config)
 
     def on_engine_thread(self, work: Callable[..., _T], *args: Any) -> "asyncio.Future[_T]":
-        """Start *work* there. A future and no task of the group: its error is its awaiter's, not the process' end."""
-        return asyncio.get_running_loop().run_in_executor(self._engine_thread, work, *args)
+        """Start *work* on the thread where the engine lives."""
+        return self._engine_thread.start(work, *args)
 
     async def run(
         self,
@@ -196,4 +201,4 @@ class Station:
         self.peers.close()
         self.messenger.close()
         self._conductor.close()
-        self._engine_thread.shutdown()
+        self._engine_thread.close()
