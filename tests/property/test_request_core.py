@@ -13,6 +13,7 @@ from mooncake_mesh.gateway.api import TokenRequest
 from mooncake_mesh.gateway.core import (
     KeySpace,
     RequestCore,
+    RequestStage,
 )
 from mooncake_mesh.gateway.request_events import (
     AskPlacement,
@@ -92,6 +93,7 @@ class RequestMachine(RuleBasedStateMachine):
         self.started: dict[JobId, StartJobs] = {}
         self.open: set[tuple[JobId, InstanceId]] = set()
         self.rooms = self.losses = 0
+        self.lost: set[InstanceId] = set()
         self.feed(Started())
 
     # --- the world ----------------------------------------------------------------------------------------------------
@@ -213,13 +215,10 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(message=messages)
     def arrives(self, message: FirstToken | TokenEntry | JobFailed) -> None:
-        before = self.core.job_id
+        before, stage = self.core.job_id, self.core.stage
         self.feed(message)
         if isinstance(message, JobFailed) and self.core.job_id != before:
-            self.rooms += message.code in ROOM
-            self.losses += message.code not in ROOM
-            if message.code in ROOM:
-                assert self.asked[-1].after_s >= 0.05, "never hot"
+            self.count(message.instance_id, stage, is_room=message.code in ROOM)
 
     @precondition(lambda self: self.started)
     @rule(which=st.integers(0, 3))
@@ -228,11 +227,22 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(PREFILLS + DECODES))
     def worker_lost(self, worker: WorkerRef) -> None:
-        before = self.core.job_id
+        before, stage = self.core.job_id, self.core.stage
         self.feed(WorkerLost(instance_id=worker.instance_id))
         if self.core.job_id != before:
-            self.losses += 1
+            self.count(worker.instance_id, stage, is_room=False)
             assert worker.instance_id in self.asked[-1].schedule.avoid
+
+    def count(self, culprit: InstanceId, stage: RequestStage, *, is_room: bool) -> None:
+        """What is no loss, want of room or an instance that was known to be lost, must lead to a pause."""
+        is_known = culprit in self.lost and stage is RequestStage.STARTING
+        if is_room or is_known:
+            self.rooms += 1
+            assert self.asked[-1].after_s >= 0.05, "never hot"
+        else:
+            self.losses += 1
+        if not is_room:
+            self.lost.add(culprit)
 
     @precondition(lambda self: self.started)
     @rule()

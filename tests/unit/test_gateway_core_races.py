@@ -304,10 +304,24 @@ def test_losses_are_counted_and_bounded() -> None:
     for attempt in (0, 1):
         request.handle(failed(attempt, D0), 101.0)
         request.handle(Placed(placement=placement(attempt + 1)), 101.0)
+        request.handle(JobsAccepted(job_id=job(attempt + 1)), 101.0)
     commands = request.handle(failed(2, D0), 101.0)
     assert [type(c) for c in commands] == [CancelAt, Fail]
     assert cancels(commands) == [(job(2), (P0, D0))]
     assert request.is_over
+
+
+def test_an_instance_that_is_known_to_be_lost_and_placed_on_again_is_no_new_loss() -> None:
+    """Until its lease ends the conductor believes in a dead instance, and there may be no other."""
+    request = running(max_replacements=1)
+    request.handle(failed(0, D0), 101.0)
+    pauses = []
+    for attempt in range(1, 6):
+        request.handle(Placed(placement=placement(attempt)), 101.0)
+        [(job_id, pause_s, _)] = asks(request.handle(WorkerLost(instance_id=D0.instance_id), 101.0))
+        assert job_id == job(attempt + 1)
+        pauses.append(pause_s)
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8]
 
 
 @pytest.mark.parametrize("code", ["no_free_blocks", "rejected", "overloaded", "draining"])

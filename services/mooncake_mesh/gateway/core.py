@@ -269,9 +269,13 @@ class RequestCore:
         return self._place_again(instance_id, Aborted(f"{instance_id} was lost"))
 
     def _place_again(self, culprit: InstanceId, error: MooncakeError) -> list[RequestCommand]:
+        """Start over elsewhere. Losses are counted, want of room is not, and neither is an instance that is known to be
+        lost and placed on again: until its lease ends the conductor believes in it, so a pause is what helps.
+        """
         is_room = error.code in _ROOM_CODES
+        is_known_loss = culprit in self._avoid and self.stage is RequestStage.STARTING
         if not is_room:
-            self._losses += 1
+            self._losses += not is_known_loss
             self._avoid[culprit] += 1
         if self._losses > self._max_replacements:
             return self._fail(error)
@@ -282,7 +286,7 @@ class RequestCore:
         self._attempt += 1
         self.job_id = self._job_id()
         self._early.clear()
-        return [*cancels, self._ask(after_s=self._pause_s() if is_room else 0.0)]
+        return [*cancels, self._ask(after_s=self._pause_s() if is_room or is_known_loss else 0.0)]
 
     def _pause_s(self) -> float:
         self._pauses += 1

@@ -27,6 +27,7 @@ log = structlog.get_logger(__name__)
 _HELLO: Final = struct.Struct("<64s16s")
 _WELCOME: Final = struct.Struct("<16sQ")
 _CONNECT_TIMEOUT_S: Final = 5.0
+_BACKLOG: Final = 1024
 MAX_SOCKET_PATH_BYTES: Final = 107
 
 
@@ -97,7 +98,7 @@ class ArenaServer:
             listener.bind(os.fspath(self.path))
             os.chmod(self.path, 0o600)
             inode = self.path.stat().st_ino
-            listener.listen(64)
+            listener.listen(_BACKLOG)
             try:
                 async with asyncio.TaskGroup() as tasks:
                     while True:
