@@ -14,7 +14,7 @@ from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
 
 log = structlog.get_logger(__name__)
 
-_REPLAY_EVENTS: Final = 65_536
+_REPLAY_EVENTS: Final = 8_192
 _BATCH_EVENTS: Final = 4_096
 _CALL_TIMEOUT_S: Final = 5.0
 _RETRY_S: Final = 0.5
