@@ -13,7 +13,6 @@ from mooncake_mesh.gateway.api import TokenRequest
 from mooncake_mesh.gateway.core import (
     KeySpace,
     RequestCore,
-    RequestStage,
 )
 from mooncake_mesh.gateway.request_events import (
     AskPlacement,
@@ -94,6 +93,7 @@ class RequestMachine(RuleBasedStateMachine):
         self.open: set[tuple[JobId, InstanceId]] = set()
         self.rooms = self.losses = 0
         self.lost: set[InstanceId] = set()
+        self.accepted_jobs: set[JobId] = set()
         self.feed(Started())
 
     # --- the world ----------------------------------------------------------------------------------------------------
@@ -215,27 +215,30 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(message=messages)
     def arrives(self, message: FirstToken | TokenEntry | JobFailed) -> None:
-        before, stage = self.core.job_id, self.core.stage
+        before = self.core.job_id
         self.feed(message)
         if isinstance(message, JobFailed) and self.core.job_id != before:
-            self.count(message.instance_id, stage, is_room=message.code in ROOM)
+            self.count(message.instance_id, before, is_room=message.code in ROOM)
 
     @precondition(lambda self: self.started)
     @rule(which=st.integers(0, 3))
     def accepted(self, which: int) -> None:
-        self.feed(JobsAccepted(job_id=list(self.started)[-1 - which % len(self.started)]))
+        job_id = list(self.started)[-1 - which % len(self.started)]
+        if job_id == self.core.job_id:
+            self.accepted_jobs.add(job_id)
+        self.feed(JobsAccepted(job_id=job_id))
 
     @rule(worker=st.sampled_from(PREFILLS + DECODES))
     def worker_lost(self, worker: WorkerRef) -> None:
-        before, stage = self.core.job_id, self.core.stage
+        before = self.core.job_id
         self.feed(WorkerLost(instance_id=worker.instance_id))
         if self.core.job_id != before:
-            self.count(worker.instance_id, stage, is_room=False)
+            self.count(worker.instance_id, before, is_room=False)
             assert worker.instance_id in self.asked[-1].schedule.avoid
 
-    def count(self, culprit: InstanceId, stage: RequestStage, *, is_room: bool) -> None:
+    def count(self, culprit: InstanceId, job_id: JobId, *, is_room: bool) -> None:
         """What is no loss, want of room or an instance that was known to be lost, must lead to a pause."""
-        is_known = culprit in self.lost and stage is RequestStage.STARTING
+        is_known = culprit in self.lost and job_id not in self.accepted_jobs
         if is_room or is_known:
             self.rooms += 1
             assert self.asked[-1].after_s >= 0.05, "never hot"

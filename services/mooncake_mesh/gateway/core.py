@@ -107,6 +107,7 @@ class RequestCore:
         self._attempt = 0
         self._jobs_at: tuple[WorkerRef, ...] = ()
         self._has_decoded = False
+        self._is_accepted = False
         self._losses = 0
         self._pauses = 0
         self._avoid: Counter[InstanceId] = Counter()
@@ -131,8 +132,10 @@ class RequestCore:
                 is_due = job_id == self.job_id and self.stage is RequestStage.PLACING
                 return self._not_placed(error) if is_due else []
             case JobsAccepted(job_id=job_id):
-                if job_id == self.job_id and self.stage is RequestStage.STARTING:
-                    self._move(RequestStage.PREFILLING)
+                if job_id == self.job_id:
+                    self._is_accepted = True
+                    if self.stage is RequestStage.STARTING:
+                        self._move(RequestStage.PREFILLING)
                 return []
             case FirstToken() | TokenEntry():
                 return self._token(event) if self._is_of_running_job(event) else []
@@ -173,6 +176,7 @@ class RequestCore:
             return []
         self._move(RequestStage.STARTING)
         self.placement = placement
+        self._is_accepted = False
         self._has_decoded = False
         tokens = self._tokens()
         keys = self._chain(tokens)
@@ -273,7 +277,7 @@ class RequestCore:
         lost and placed on again: until its lease ends the conductor believes in it, so a pause is what helps.
         """
         is_room = error.code in _ROOM_CODES
-        is_known_loss = culprit in self._avoid and self.stage is RequestStage.STARTING
+        is_known_loss = culprit in self._avoid and not self._is_accepted
         if not is_room:
             self._losses += not is_known_loss
             self._avoid[culprit] += 1
