@@ -181,6 +181,41 @@ class EstimateQuality:
     samples: Natural
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Quantiles of the last requests that have it, 0 without any, and the objective; None: it differs by request."""
+
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    objective_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassReport:
+    """How one class of requests has fared since the conductor started; see policy/slo.py.
+
+    ``good`` ones were answered whole within both objectives; ``good_per_s`` counts those of the last minute.
+    ``tokens`` are those of prompts and answers. ``wasted_tokens`` were computed at prefill for requests that were not
+    good. ``refusals`` counts by reason.
+    """
+
+    name: str
+    requests: Natural
+    finished: Natural
+    refused: Natural
+    failed: Natural
+    cancelled: Natural
+    good: Natural
+    good_per_s: float
+    tokens: Natural
+    good_tokens: Natural
+    wasted_tokens: Natural
+    ttft: Latency
+    tbt: Latency
+    refusals: dict[str, Natural]
+
+
 @message("control.status_report")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusReport:
@@ -194,6 +229,7 @@ class StatusReport:
     rejected_total: Natural
     uptime_s: float
     estimates: tuple[EstimateQuality, ...] = ()
+    classes: tuple[ClassReport, ...] = ()
 
 
 @message("control.ping")

@@ -25,8 +25,9 @@ from mooncake_mesh.config_checks import (
     whole_blocks,
     words,
 )
+from mooncake_mesh.config_commands import ChatConfig, StatusConfig
 from mooncake_mesh.config_rdma import RdmaConfig
-from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind
+from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind, QueueOrderKind
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.layout import KvDtype
 
@@ -111,6 +112,12 @@ class ConductorConfig:
     dead_after_s: Annotated[float, "silence after which a member counts as dead"] = 3.0
     ttft_slo_s: Annotated[float, "objective for the time to first token"] = 30.0
     tbt_slo_s: Annotated[float, "objective for the time between tokens (mean of the longest 10 %)"] = 0.5
+    ttft_slo_factor: Annotated[
+        float | None, "count as good up to this many times the unloaded time to first token, not up to ttft_slo_s"
+    ] = None
+    tbt_slo_factor: Annotated[
+        float | None, "count as good up to this many times the unloaded time of a step, not up to tbt_slo_s"
+    ] = None
     placement: Annotated[
         PlacementKind, "how a prefill instance is chosen: random, load_balance, local, kvcache_centric or adaptive"
     ] = PlacementKind.ADAPTIVE
@@ -137,7 +144,7 @@ class ConductorConfig:
         above_zero(self, "heartbeat_s", "suspect_after_s", "dead_after_s", "ttft_slo_s", "tbt_slo_s")
         at_least(self, 1, "index_max_blocks")
         at_least(self, 1.0, "kvcache_balancing_threshold")
-        for name in ("wip_limit", "decode_s"):
+        for name in ("wip_limit", "decode_s", "ttft_slo_factor", "tbt_slo_factor"):
             if getattr(self, name) is not None:
                 above_zero(self, name)
         if self.suspect_after_s <= self.heartbeat_s:
@@ -241,6 +248,9 @@ class PrefillConfig:
     block_tokens: Annotated[int, "tokens of a KVCache block; equal in the whole mesh"] = 16
     chunk_tokens: Annotated[int, "prompt tokens of one forward, whole blocks; 0 takes a prompt in one go"] = 512
     max_queued_jobs: Annotated[int, "jobs that may wait; more are refused"] = 256
+    queue_order: Annotated[
+        QueueOrderKind, "slack: by priority, fair share and due time, where nobody loses by it; fcfs: as they come"
+    ] = QueueOrderKind.SLACK
     drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
     fake: FakeConfig = FakeConfig()
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
@@ -320,40 +330,6 @@ class UpConfig:
         at_least(self, 1, "threads", "block_tokens", "prefill", "decode")
         at_least(self, 1 * MiB, "arena_bytes", "ssd_bytes")
         whole_blocks(self.chunk_tokens, self.block_tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatusConfig:
-    """``mooncake status``: what to ask, and how to show it."""
-
-    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
-    timeout_s: Annotated[float, "how long to wait for its answer"] = 3.0
-    watch_s: Annotated[float | None, "ask again this often, until interrupted"] = None
-    json: Annotated[bool, "print the report as one JSON object"] = False
-
-    def __post_init__(self) -> None:
-        connected(self, "conductor")
-        above_zero(self, "timeout_s")
-        if self.watch_s is not None:
-            above_zero(self, "watch_s")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatConfig:
-    """``mooncake chat``: a conversation in the terminal."""
-
-    gateway: Annotated[str, "endpoint of the gateway for SDK clients"] = "tcp://127.0.0.1:7710"
-    model: Annotated[str | None, "model to talk to; the one that is served otherwise"] = None
-    system: Annotated[str | None, "system prompt"] = None
-    temperature: Annotated[float | None, "0 takes the likeliest token; the server's default otherwise"] = None
-    max_tokens: Annotated[int, "longest answer"] = 512
-    seed: Annotated[int | None, "makes answers repeatable"] = None
-
-    def __post_init__(self) -> None:
-        connected(self, "gateway")
-        at_least(self, 1, "max_tokens")
-        if self.temperature is not None:
-            at_least(self, 0.0, "temperature")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

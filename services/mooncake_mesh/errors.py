@@ -6,8 +6,8 @@
     ├─ ConfigError                 dotted path of the bad key
     ├─ WireError                   VersionMismatch · MalformedMessage · UnknownKind   (mooncake_proto.errors)
     ├─ MeshError                   PeerUnreachable* · CallTimeout* · Draining* · SlowReader · Refused · RemoteFailure
-    ├─ RequestError                InvalidRequest · ModelNotFound · TooLong · Rejected* · DecodeRefused* · Aborted
-    │                            DeadlineExceeded
+    ├─ RequestError                InvalidRequest · ModelNotFound · TooLong · Rejected* · DecodeRefused* · TooLate*
+    │                            Aborted · DeadlineExceeded
     ├─ TransferError               SliceLost* · ChecksumMismatch* · NoFreeBlocks*
     ├─ ModelError                  UnsupportedModel
     └─ InternalError               InvalidTransition · InvariantViolated              (bugs)
@@ -43,6 +43,7 @@ __all__ = [
     "RequestError",
     "SliceLost",
     "SlowReader",
+    "TooLate",
     "TooLong",
     "TransferError",
     "UnsupportedModel",
@@ -146,6 +147,15 @@ class DecodeRefused(Rejected):
     """A decode instance has no place for a computed prompt: another one may have (429 otherwise)."""
 
     code = "decode_refused"
+
+    def __init__(self, reason: str, *, retry_after_s: float) -> None:
+        super().__init__(reason, unavailable=False, retry_after_s=retry_after_s)
+
+
+class TooLate(Rejected):
+    """It is not a prompt's turn in time for its first token: it is refused rather than computed in vain."""
+
+    code = "too_late"
 
     def __init__(self, reason: str, *, retry_after_s: float) -> None:
         super().__init__(reason, unavailable=False, retry_after_s=retry_after_s)

@@ -217,7 +217,7 @@ def test_a_trace_replays_to_the_same_decisions_in_this_process_and_under_any_has
 def test_a_placement_tells_the_decode_worker_by_what_to_decide() -> None:
     gate = placed(mesh("p0", "d0", blocks=50), 0.0).gate
     assert gate is not None
-    assert (gate.kind, gate.tbt_s, gate.ttft_s, gate.room_tokens) == (GateKind.CHECK, 10.0, 100.0, 200)
+    assert (gate.kind, gate.tbt_s, gate.room_tokens) == (GateKind.CHECK, 10.0, 200)
     holding = Scheduling(admission=Admission(kind=AdmissionKind.HOLD))
     held = placed(mesh("p0", "d0", scheduling=holding), 0.0).gate
     assert held is not None

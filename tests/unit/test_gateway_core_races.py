@@ -439,7 +439,6 @@ def test_every_other_move_is_refused_and_changes_nothing(old: RequestStage, new:
 GATE = DecodeGate(
     kind=GateKind.CHECK,
     tbt_s=0.1,
-    ttft_s=30.0,
     step_base_s=0.01,
     step_sequence_s=0.0,
     step_token_s=0.0,
@@ -451,7 +450,7 @@ GATE = DecodeGate(
 def gated(attempt: int = 0) -> RequestCore:
     """A request whose first token waits for a grant."""
     made = core()
-    [start] = made.handle(Placed(placement=replace(placement(attempt), gate=GATE)), 103.0)
+    [start] = made.handle(Placed(placement=replace(placement(attempt), gate=GATE, ttft_slo_s=30.0)), 103.0)
     assert isinstance(start, StartJobs)
     assert start.decode is not None
     assert (start.decode.gate, start.decode.first_token_within_s) == (GATE, 27.0), "three seconds went on placing"

@@ -13,14 +13,13 @@ from mooncake_mesh.cli.loading import load
 from mooncake_mesh.cli.settings import add_flags, dump
 from mooncake_mesh.config import (
     SECTIONS,
-    ChatConfig,
     DoctorConfig,
     LogFormat,
     LogLevel,
     RoleConfig,
-    StatusConfig,
     UpConfig,
 )
+from mooncake_mesh.config_commands import ChatConfig, StatusConfig
 from mooncake_mesh.errors import ConfigError
 
 _SUMMARIES: Final = {

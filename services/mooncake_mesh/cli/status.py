@@ -8,15 +8,25 @@ import dataclasses
 import enum
 import json
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
-from mooncake_mesh.config import StatusConfig
+from mooncake_mesh.config_commands import StatusConfig
 from mooncake_mesh.errors import MooncakeError
 from mooncake_mesh.mesh.rpc import RpcClient
-from mooncake_proto.control import Health, Load, MemberState, Role, StatusQuery, StatusReport
+from mooncake_proto.control import (
+    ClassReport,
+    Health,
+    Latency,
+    Load,
+    MemberState,
+    Role,
+    StatusQuery,
+    StatusReport,
+)
 
 HEALTHY: Final = 0
 NOT_HEALTHY: Final = 1
@@ -60,7 +70,7 @@ def as_json(report: StatusReport) -> str:
 
 
 def show(report: StatusReport, console: Console) -> None:
-    """A table of the members and a line with the verdict."""
+    """A table of the members, one of the classes of requests, and a line with the verdict."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("role", "instance", "node", "health"):
         table.add_column(name, no_wrap=True)
@@ -70,11 +80,42 @@ def show(report: StatusReport, console: Console) -> None:
     for state in sorted(report.cluster.members, key=_sort_key):
         table.add_row(*_row(state))
     console.print(table)
+    if report.classes:
+        console.print(_classes(report.classes))
     facts = f"up {report.uptime_s:.0f} s, {report.placed_total} placed, {report.rejected_total} rejected"
     if report.healthy:
         console.print(f"[green]healthy[/green]: {facts}", highlight=False)
     else:
         console.print(f"[red]not healthy[/red]: {'; '.join(report.reasons)} ({facts})", highlight=False)
+
+
+def _classes(classes: Sequence[ClassReport]) -> Table:
+    """Quantiles stand beside their objective: met, or not."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("class", no_wrap=True)
+    for name in ("ended", "refused", "failed", "good", "good/s", "TTFT p50", "p90", "TBT p50", "p90", "wasted tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in classes:
+        ended = one.requests - one.cancelled
+        share = f"{one.good} ({one.good / ended:.0%})" if ended else "-"
+        table.add_row(
+            one.name,
+            str(ended),
+            str(one.refused),
+            str(one.failed),
+            share,
+            f"{one.good_per_s:.2f}",
+            *_times(one.ttft),
+            *_times(one.tbt),
+            str(one.wasted_tokens),
+        )
+    return table
+
+
+def _times(latency: Latency) -> tuple[str, str]:
+    limit_s = latency.objective_s
+    mark = "" if limit_s is None or latency.p90_s <= limit_s else f" > {limit_s:g}"
+    return f"{latency.p50_s:.3f} s", f"{latency.p90_s:.3f} s{mark}"
 
 
 def _sort_key(state: MemberState) -> tuple[int, str]:

@@ -17,11 +17,13 @@ from mooncake_mesh.policy.decisions import Placed, Refused
 from mooncake_mesh.policy.decode_gate import gate_for
 from mooncake_mesh.policy.draws import draw
 from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling, place
+from mooncake_mesh.policy.request_class import is_batch
+from mooncake_mesh.policy.slo import ServiceLevels, SloMonitor, Unloaded
 from mooncake_mesh.policy.views import ClusterView, Objectives, RequestShape
 from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, ModelCard, Role, StatusReport
 from mooncake_proto.ids import Incarnation, InstanceId, NodeId
 from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
-from mooncake_proto.serving import DecodeGate, Placement, Rejected, Schedule, WorkerRef
+from mooncake_proto.serving import DecodeGate, Outcome, Outcomes, Placement, Rejected, Schedule, WorkerRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class ConductorCore:
     """Mutated only by its methods; times come in as arguments, seconds of one monotonic clock.
 
     *seed* is where the chance of the ``random`` policy comes from: equal seeds and events give equal decisions.
+    *levels* is what ended requests are held against, *objectives* where None.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class ConductorCore:
         started_s: float,
         scheduling: Scheduling = DEFAULT_SCHEDULING,
         seed: int = 0,
+        levels: ServiceLevels | None = None,
     ) -> None:
         self._incarnation = incarnation
         self._peers = peers
@@ -60,6 +64,9 @@ class ConductorCore:
         self._feeds: dict[NodeId, NodeFeed] = {}
         self._roster = Roster(peers=peers, cost=cost, objectives=objectives)
         self._cards: dict[str, ModelCard] | None = None
+        self._slo = SloMonitor(
+            levels or ServiceLevels(ttft_s=objectives.ttft_s, tbt_s=objectives.tbt_s), started_s=started_s
+        )
         self.placed_total = 0
         self.rejected_total = 0
 
@@ -157,6 +164,7 @@ class ConductorCore:
             block_bytes=card.block_bytes,
             prefix_blocks=self._index.prefix_blocks(list(split_keys(request.keys))),
             draw=draw(self._seed, self.placed_total + self.rejected_total),
+            priority=request.priority,
         )
         view = self._roster.cluster(request.model, request.avoid, now_s)
         placed = self._placed(request, shape, view)
@@ -165,8 +173,8 @@ class ConductorCore:
                 request, placed.reason, unavailable=placed.unavailable, retry_after_s=placed.retry_after_s
             )
         self.placed_total += 1
-        self._roster.placed(_work(shape, placed), now_s)
-        return self._placement(request, placed, self._gate(placed, view, card))
+        prefill_s = self._roster.placed(_work(shape, placed), now_s)
+        return self._placement(request, placed, self._gate(placed, view, card), prefill_s)
 
     def _placed(self, request: Schedule, shape: RequestShape, view: ClusterView) -> Placed | Refused:
         cost, objectives = self._cost, self._objectives
@@ -183,7 +191,7 @@ class ConductorCore:
         admission = self._scheduling.admission
         return gate_for(instance, view, self._cost, self._objectives, admission, block_tokens=card.block_tokens)
 
-    def _placement(self, request: Schedule, placed: Placed, gate: DecodeGate | None) -> Placement:
+    def _placement(self, request: Schedule, placed: Placed, gate: DecodeGate | None, prefill_s: float) -> Placement:
         fetch_from = "" if placed.fetch_node is None else self._messenger(placed.fetch_node)
         return Placement(
             job_id=request.job_id,
@@ -195,6 +203,8 @@ class ConductorCore:
             ttft_est_s=placed.ttft_est_s,
             tbt_est_s=placed.tbt_est_s,
             gate=gate,
+            prefill_est_s=prefill_s,
+            ttft_slo_s=None if is_batch(request.priority) else self._objectives.ttft_s,
         )
 
     def _rejected(self, request: Schedule, reason: str, *, unavailable: bool, retry_after_s: float) -> Rejected:
@@ -226,6 +236,24 @@ class ConductorCore:
                 if card is not None and lease.health is not Health.DEAD:
                     self._cards.setdefault(card.name, card)
         return self._cards.get(model)
+
+    # --- how requests ended -------------------------------------------------------------------------------------------
+
+    def outcomes(self, batch: Outcomes, now_s: float) -> None:
+        """Requests that a gateway saw end."""
+        for outcome in batch.outcomes:
+            self._slo.ended(outcome, self._unloaded(outcome), now_s)
+
+    def _unloaded(self, outcome: Outcome) -> Unloaded:
+        """As the cost model has it, corrected for the instances it ran on."""
+        cached = min(outcome.cached_tokens, outcome.prompt_tokens)
+        prefill_s = self._cost.prefill_s(outcome.prompt_tokens - cached, cached)
+        context = outcome.prompt_tokens + outcome.generated_tokens // 2
+        step_s = self._cost.decode_step_s(1, context)
+        return Unloaded(
+            ttft_s=self._roster.factor(InstanceId(outcome.prefill)) * prefill_s,
+            tbt_s=self._roster.factor(InstanceId(outcome.decode)) * step_s,
+        )
 
     # --- telling ------------------------------------------------------------------------------------------------------
 
@@ -260,6 +288,7 @@ class ConductorCore:
             rejected_total=self.rejected_total,
             uptime_s=now_s - self._started_s,
             estimates=self._roster.estimates(),
+            classes=self._slo.report(now_s),
         )
 
     def _missing(self) -> tuple[str, ...]:

@@ -108,11 +108,12 @@ class Roster:
             self._learn(lease)
             self._stale.add(member.instance_id)
 
-    def placed(self, work: PlacedWork, now_s: float) -> None:
+    def placed(self, work: PlacedWork, now_s: float) -> float:
+        """Count *work* from now on; how long its prompt is expected to be computed."""
         decode = self._peers.get(work.decode)
         assert decode is not None, "placed on an instance of a view"
         tokens = work.uncached_tokens + work.cached_tokens
-        prefill_s = self._factor(work.prefill) * self._cost.prefill_s(work.uncached_tokens, work.cached_tokens)
+        prefill_s = self.factor(work.prefill) * self._cost.prefill_s(work.uncached_tokens, work.cached_tokens)
         self._pending[work.prefill].append(Pending(placed_s=now_s, tokens=tokens, prefill_s=prefill_s))
         self._pending[work.decode].append(Pending(placed_s=now_s, tokens=tokens))
         messenger = self._messengers[decode.member.node_id]
@@ -123,6 +124,7 @@ class Roster:
         if work.copy_from is not None:
             free_s = max(now_s, self._links_free_s.get(work.copy_from, now_s))
             self._links_free_s[work.copy_from] = free_s + self._cost.transfer_s(work.copy_bytes)
+        return prefill_s
 
     # --- what is asked ------------------------------------------------------------------------------------------------
 
@@ -158,6 +160,11 @@ class Roster:
         instance_id = self._messengers.get(node_id)
         lease = None if instance_id is None else self._peers.get(instance_id)
         return lease if lease is not None and lease.member.node_id == node_id else None
+
+    def factor(self, instance_id: InstanceId) -> float:
+        """By how much an instance is slower than the cost model says; 1 for an unknown one."""
+        known = self._corrections.get(instance_id)
+        return 1.0 if known is None else known.factor
 
     def estimates(self) -> tuple[EstimateQuality, ...]:
         return tuple(
@@ -209,14 +216,10 @@ class Roster:
         room = NodeRoom(blocks_total=0, blocks_available=0)
         if node is not None:
             room = node_room(node.load, self._pending[node.member.instance_id])
-        pending, factor = self._pending[member.instance_id], self._factor(member.instance_id)
+        pending, factor = self._pending[member.instance_id], self.factor(member.instance_id)
         if member.role is Role.PREFILL:
             return prefill_view(lease, room, pending, self._cost, factor)
         return decode_view(lease, room, pending, self._cost, factor, self._step_limit_s)
-
-    def _factor(self, instance_id: InstanceId) -> float:
-        known = self._corrections.get(instance_id)
-        return 1.0 if known is None else known.factor
 
     def _learn(self, lease: Lease) -> None:
         """Compare what a beat reports with what the model says of it."""

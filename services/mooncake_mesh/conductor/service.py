@@ -3,7 +3,7 @@
 ====== ============== ======================================================================
 socket who connects   what flows
 ====== ============== ======================================================================
-ROUTER everybody      Register, Heartbeat, Goodbye; Schedule; KvEvents, KvSnapshot; StatusQuery
+ROUTER everybody      Register, Heartbeat, Goodbye; Schedule, Outcomes; KvEvents, KvSnapshot; StatusQuery
 PUB    everybody      ClusterState, on every change and once a second
 ====== ============== ======================================================================
 """
@@ -28,6 +28,7 @@ from mooncake_mesh.policy.admission import Admission
 from mooncake_mesh.policy.cost_model import CostModel, LinearCost
 from mooncake_mesh.policy.cost_profile import load_profile
 from mooncake_mesh.policy.placement import Scheduling
+from mooncake_mesh.policy.slo import ServiceLevels
 from mooncake_mesh.policy.views import Objectives
 from mooncake_proto import codec
 from mooncake_proto.control import (
@@ -44,7 +45,7 @@ from mooncake_proto.control import (
 )
 from mooncake_proto.ids import InstanceId, new_incarnation
 from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
-from mooncake_proto.serving import Placement, Rejected, Schedule
+from mooncake_proto.serving import Outcomes, Placement, Rejected, Schedule
 
 log = structlog.get_logger(__name__)
 
@@ -80,6 +81,12 @@ class ConductorService:
             started_s=monotonic(),
             scheduling=_scheduling(config),
             seed=config.seed,
+            levels=ServiceLevels(
+                ttft_s=config.ttft_slo_s,
+                tbt_s=config.tbt_slo_s,
+                ttft_factor=config.ttft_slo_factor,
+                tbt_factor=config.tbt_slo_factor,
+            ),
         )
         self._publisher = sockets.Publisher(config.publish)
         handlers: dict[type, Handler] = {
@@ -90,6 +97,7 @@ class ConductorService:
             Schedule: self._schedule,
             KvEvents: self._kv_events,
             KvSnapshot: self._kv_snapshot,
+            Outcomes: self._outcomes,
             StatusQuery: self._status,
         }
         self._server = RpcServer(config.bind, handlers, tasks)
@@ -174,6 +182,9 @@ class ConductorService:
                 ttft_est_s=round(result.ttft_est_s, 3),
             )
         return result
+
+    def _outcomes(self, batch: Outcomes, _: Caller) -> None:
+        self._core.outcomes(batch, monotonic())
 
     def _status(self, _: StatusQuery, __: Caller) -> StatusReport:
         return self._core.status(monotonic())

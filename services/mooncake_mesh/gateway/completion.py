@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from mooncake_mesh.errors import DeadlineExceeded, Draining, InvalidRequest, Rejected
@@ -17,6 +17,7 @@ from mooncake_mesh.gateway.generation import Door, Generation
 from mooncake_mesh.gateway.metrics import DoorMetrics, Outcome
 from mooncake_mesh.gateway.openai_requests import parse_chat, parse_completion
 from mooncake_mesh.gateway.preparation import Preparation, Prepared
+from mooncake_mesh.gateway.standing import NO_STANDING, Standing
 from mooncake_mesh.gateway.tokenizer import Tokenizer
 from mooncake_proto.client import Operation
 from mooncake_proto.ids import RequestId
@@ -73,8 +74,17 @@ class Completions:
         if self._running >= self._limits.max_concurrent_requests:
             raise Rejected("gateway_full", unavailable=False, retry_after_s=_FULL_RETRY_AFTER_S)
 
-    async def serve(self, operation: Operation, body: bytes, door: Door, *, request_id: RequestId) -> None:
-        """Answer one request, the JSON object in *body*, through *door*. *request_id* is the server's own and unique.
+    async def serve(
+        self,
+        operation: Operation,
+        body: bytes,
+        door: Door,
+        *,
+        request_id: RequestId,
+        standing: Standing = NO_STANDING,
+    ) -> None:
+        """Answer one request, the JSON object in *body*, through *door*. *request_id* is the server's own and unique;
+        what *standing* says wins over the body.
 
         Raises a MooncakeError when the request fails, before or after its first chunk. Cancelling this coroutine
         cancels the request everywhere.
@@ -85,7 +95,7 @@ class Completions:
             generation = Generation(
                 self._mesh,
                 self._metrics,
-                prepared,
+                replace(prepared, options=standing.applied_to(prepared.options)),
                 door,
                 request_id=request_id,
                 started_at=started_at,

@@ -77,6 +77,7 @@ class RequestShape:
     block_bytes: int
     prefix_blocks: Mapping[NodeId, int]
     draw: int = 0
+    priority: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "max_new_tokens", "block_tokens", "block_bytes"):

@@ -1,0 +1,40 @@
+"""What the commands that ask a running mesh can be configured with; parts of :mod:`mooncake_mesh.config`."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from mooncake_mesh.config_checks import above_zero, at_least, connected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusConfig:
+    """``mooncake status``: what to ask, and how to show it."""
+
+    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    timeout_s: Annotated[float, "how long to wait for its answer"] = 3.0
+    watch_s: Annotated[float | None, "ask again this often, until interrupted"] = None
+    json: Annotated[bool, "print the report as one JSON object"] = False
+
+    def __post_init__(self) -> None:
+        connected(self, "conductor")
+        above_zero(self, "timeout_s")
+        if self.watch_s is not None:
+            above_zero(self, "watch_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig:
+    """``mooncake chat``: a conversation in the terminal."""
+
+    gateway: Annotated[str, "endpoint of the gateway for SDK clients"] = "tcp://127.0.0.1:7710"
+    model: Annotated[str | None, "model to talk to; the one that is served otherwise"] = None
+    system: Annotated[str | None, "system prompt"] = None
+    temperature: Annotated[float | None, "0 takes the likeliest token; the server's default otherwise"] = None
+    max_tokens: Annotated[int, "longest answer"] = 512
+    seed: Annotated[int | None, "makes answers repeatable"] = None
+
+    def __post_init__(self) -> None:
+        connected(self, "gateway")
+        at_least(self, 1, "max_tokens")
+        if self.temperature is not None:
+            at_least(self, 0.0, "temperature")
