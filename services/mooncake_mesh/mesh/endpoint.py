@@ -156,8 +156,11 @@ class Channel:
         self._look_again()
 
     def _take(self) -> None:
-        """Hand over one message."""
-        frames = _receive(self._socket)
+        """Hand over one message, unless its connection broke since it was seen."""
+        try:
+            frames = _receive(self._socket)
+        except zmq.Again:
+            return
         try:
             self._on_frames(frames)
         except BaseException:
@@ -174,7 +177,7 @@ def _send(socket: "zmq.Socket[bytes]", frames: Sequence[bytes]) -> None:
 
 
 def _receive(socket: "zmq.Socket[bytes]") -> list[bytes]:
-    """The message that is there."""
+    """The message that is there; raises zmq.Again when there is none."""
     receive = socket.recv
     frames = []
     while True:
