@@ -93,7 +93,7 @@ def test_role_gets_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failure_of_a_service_is_an_exit_code(
     error: Exception, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(_: object) -> int:
+    def fail(*_: object) -> int:
         raise error
 
     monkeypatch.setattr(runtime, "main", fail)
