@@ -20,6 +20,7 @@ CODES = {
     "ChecksumMismatch": "checksum_mismatch",
     "ConfigError": "config_error",
     "DeadlineExceeded": "deadline_exceeded",
+    "DecodeRefused": "decode_refused",
     "Draining": "draining",
     "InternalError": "internal_error",
     "InvalidApiKey": "invalid_api_key",

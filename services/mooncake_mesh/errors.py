@@ -7,8 +7,8 @@
     ├─ WireError                   VersionMismatch · MalformedMessage · UnknownKind   (mooncake_proto.errors)
     ├─ MeshError                   PeerUnreachable* · KeyRefused · CallTimeout* · Draining* · SlowReader · Refused ·
     │                              RemoteFailure
-    ├─ RequestError                InvalidRequest · ModelNotFound · TooLong · InvalidApiKey · Rejected* · Aborted ·
-    │                              DeadlineExceeded
+    ├─ RequestError                InvalidRequest · ModelNotFound · TooLong · InvalidApiKey · Rejected* ·
+    │                              DecodeRefused* · Aborted · DeadlineExceeded
     ├─ TransferError               SliceLost* · ChecksumMismatch* · NoFreeBlocks*
     ├─ ModelError                  UnsupportedModel
     └─ InternalError               InvalidTransition · InvariantViolated              (bugs)
@@ -26,6 +26,7 @@ __all__ = [
     "ChecksumMismatch",
     "ConfigError",
     "DeadlineExceeded",
+    "DecodeRefused",
     "Draining",
     "InternalError",
     "InvalidApiKey",
@@ -145,7 +146,7 @@ class InvalidApiKey(RequestError):
 
 
 class Rejected(RequestError):
-    """Refused before any work was done. ``unavailable``: nobody could serve it (503), otherwise contended (429)."""
+    """Refused before anything was shown. ``unavailable``: nobody could serve it (503), otherwise contended (429)."""
 
     code = "rejected"
     retryable = True
@@ -155,6 +156,15 @@ class Rejected(RequestError):
         self.reason = reason
         self.unavailable = unavailable
         self.retry_after_s = retry_after_s
+
+
+class DecodeRefused(Rejected):
+    """A decode instance has no place for a computed prompt: another one may have (429 otherwise)."""
+
+    code = "decode_refused"
+
+    def __init__(self, reason: str, *, retry_after_s: float) -> None:
+        super().__init__(reason, unavailable=False, retry_after_s=retry_after_s)
 
 
 class Aborted(RequestError):
