@@ -15,6 +15,7 @@ from mooncake_mesh.config import (
     PrefillConfig,
     UpConfig,
 )
+from mooncake_mesh.config_checks import exposed
 
 
 @pytest.mark.parametrize("cls", SECTIONS.values())
@@ -94,6 +95,13 @@ def test_reachable_endpoint_needs_consent(endpoint: str) -> None:
         DecodeConfig(bind=endpoint)
     assert DecodeConfig(bind=endpoint, allow_insecure_bind=True).bind == endpoint
     assert DecodeConfig(bind=endpoint, keys=Path("keys")).bind == endpoint
+
+
+def test_exposed_addresses_are_named() -> None:
+    gateway = GatewayConfig(host="0.0.0.0", stream_bind="tcp://10.0.0.5:1", allow_insecure_bind=True)
+    assert exposed(gateway) == ["stream_bind=tcp://10.0.0.5:1", "host=0.0.0.0"]
+    assert exposed(MessengerConfig(data_host="::", allow_insecure_bind=True)) == ["data_host=::"]
+    assert exposed(ConductorConfig()) == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from mooncake_mesh.errors import ChecksumMismatch, SliceLost, TransferError
-from mooncake_mesh.messenger.transports import frames, link_auth
+from mooncake_mesh.messenger.transports import frames, link_auth, tcp_listener
 from mooncake_mesh.messenger.transports.api import LinkLost, SealedSlice, SliceRefused
 from mooncake_mesh.messenger.transports.frames import Carriage, Hello, Kind, Verdict
 from mooncake_mesh.messenger.transports.outbound import WINDOW_FRAMES
@@ -145,6 +145,22 @@ def test_a_stranger_is_shown_the_door(hello: bytes) -> None:
             token = pair.windows.open(first_byte=0, slot_bytes=1000, n_slots=1)
             await pair.path(token).send(_slices(pair.source, 1000, 1))
             assert pair.target == pair.source
+
+    asyncio.run(run())
+
+
+def test_strangers_who_say_nothing_do_not_keep_a_sender_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_listener, "_MAX_CONNECTIONS", 4)
+
+    async def run() -> None:
+        async with tcp_pair(1000) as pair:
+            strangers = [socket.create_connection((HOST, pair.listener.port), timeout=10) for _ in range(8)]
+            token = pair.windows.open(first_byte=0, slot_bytes=1000, n_slots=1)
+            await pair.path(token).send(_slices(pair.source, 1000, 1))
+            assert pair.target == pair.source
+            assert pair.listener.n_connections <= 4
+            for stranger in strangers:
+                stranger.close()
 
     asyncio.run(run())
 

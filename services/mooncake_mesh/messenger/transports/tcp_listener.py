@@ -66,6 +66,8 @@ class TcpListener:
         except OSError as error:
             log.info("accept_failed", error=str(error))
             return
+        if self.n_connections >= _MAX_CONNECTIONS and self._strangers:
+            self._dismiss(next(iter(self._strangers)), "waited longest, and there is no room")
         if self.n_connections >= _MAX_CONNECTIONS:
             log.warning("tcp_connection_refused", peer=str(peer), open=self.n_connections)
             connection.close()
