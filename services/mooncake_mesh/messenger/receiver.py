@@ -16,6 +16,7 @@ from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.landing import Destination, Landing, LandingState, SliceSpan
 from mooncake_mesh.messenger.transports.api import Incoming, LinkLost
 from mooncake_mesh.messenger.transports.crew import Crew
+from mooncake_mesh.messenger.transports.link_auth import new_secret
 from mooncake_mesh.messenger.transports.shm import Copy, SourceArenas, copy_in
 from mooncake_proto.ids import TransferId
 from mooncake_proto.rdma import RdmaMemory
@@ -75,6 +76,7 @@ class Receiver:
         self.changed = Bell()
         self.received_bytes = 0
         self.data_port = 0
+        self.link_secret = new_secret()
 
     async def open(self, request: OpenTransfer) -> TransferPlan:
         """Tell a sender where its blocks go. Waits for the landing to be reserved (the call's deadline bounds it)."""
@@ -98,6 +100,7 @@ class Receiver:
             tcp_port=self.data_port,
             token=token.hex(),
             slots=landing.slots,
+            link_secret=self.link_secret.hex() if transport == TransportKind.TCP.value else "",
         )
 
     async def landed(self, transfer_id: TransferId) -> Landed:

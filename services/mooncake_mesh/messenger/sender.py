@@ -67,7 +67,7 @@ class Sender:
         self._checksums = checksums
         self._tcp_connections = tcp_connections
         self._rdma = rdma
-        self._tcp: dict[tuple[str, int], Connections] = {}
+        self._tcp: dict[tuple[str, int], tuple[bytes, Connections]] = {}
         self._sending: dict[TransferId, _Sending] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self.sent_bytes = 0
@@ -116,7 +116,7 @@ class Sender:
     async def close(self) -> None:
         """Close the connections, once every stopped transfer has told its receiver. All must be forgotten before."""
         await asyncio.gather(*self._stopping, return_exceptions=True)
-        for connections in self._tcp.values():
+        for _, connections in self._tcp.values():
             connections.close()
 
     async def _run(self, sending: _Sending, deadline_s: float) -> None:
@@ -145,10 +145,18 @@ class Sender:
         self.transports.add(plan.transport)
         if plan.transport in (TransportKind.SHM.value, TransportKind.RDMA.value):
             return ShmSendPath(peer, transfer_id, name=plan.transport, timeout_s=_ACK_TIMEOUT_S)
-        address = (plan.tcp_host, plan.tcp_port)
-        if address not in self._tcp:
-            self._tcp[address] = tcp_connections(*address, self._tcp_connections)
-        return LinkPath(self._tcp[address], bytes.fromhex(plan.token), self._arena)
+        return LinkPath(self._connections_of(plan), bytes.fromhex(plan.token), self._arena)
+
+    def _connections_of(self, plan: TransferPlan) -> Connections:
+        """Those to the receiver's current life: another one on the same address has another secret."""
+        address, secret = (plan.tcp_host, plan.tcp_port), bytes.fromhex(plan.link_secret)
+        known_secret, connections = self._tcp.get(address, (None, None))
+        if connections is None or known_secret != secret:
+            if connections is not None:
+                connections.close()
+            connections = tcp_connections(*address, secret, self._tcp_connections)
+            self._tcp[address] = secret, connections
+        return connections
 
     async def _stream(self, sending: _Sending, path: SendPath) -> None:
         """A few batches are under way at a time: one is sealed while another travels. Raises TransferError."""

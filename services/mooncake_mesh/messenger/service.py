@@ -226,7 +226,7 @@ class MessengerService:
             rdma=self._rdma,
             on_written=cut.pool_changed,
         )
-        self._listener = TcpListener(config.data_host, config.data_port, view, receiver)
+        self._listener = TcpListener(config.data_host, config.data_port, view, receiver, secret=receiver.link_secret)
         receiver.data_host, receiver.data_port = config.advertised_data(self._listener.port)
         cut.sender = Sender(
             view,
