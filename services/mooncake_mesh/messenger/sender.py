@@ -24,7 +24,7 @@ from mooncake_proto.transfer import AbortTransfer, ArenaInfo, OpenTransfer, Send
 
 log = structlog.get_logger(__name__)
 
-_BATCH_BYTES: Final = 4 << 20
+_BATCH_BYTES: Final = 8 << 20
 _BATCHES_UNDER_WAY: Final = 3
 _INLINE_BYTES: Final = 64 << 10
 _ACK_TIMEOUT_S: Final = 30.0
