@@ -187,13 +187,13 @@ async def _measure(question: Question, a: Node, b: Node) -> Answer:
             await asyncio.gather(*[put(a, b, 1) for _ in range(question.batch)])
 
         return await timed_async(question, many_at_once)
-    keys = await _fill(a)
+    keys = await fill(a, a.n_blocks)
 
-    async def get(call: int) -> None:
+    async def walk(call: int) -> None:
         first = call % (len(keys) // question.batch) * question.batch
-        await _get(a, b, keys[first : first + question.batch])
+        await get(a, b, keys[first : first + question.batch])
 
-    return await timed_async(question, get)
+    return await timed_async(question, walk)
 
 
 async def _measure_puts(question: Question, a: Node, b: Node) -> Answer:
@@ -233,9 +233,8 @@ async def hold(a: Node, n_blocks: int) -> JobId:
     return job_id
 
 
-async def _fill(a: Node) -> list[BlockKey]:
-    """Seal all blocks of A under fresh keys."""
-    n_blocks = a.n_blocks
+async def fill(a: Node, n_blocks: int) -> list[BlockKey]:
+    """Seal *n_blocks* of A under fresh keys."""
     keys = [BlockKey(uuid4().bytes) for _ in range(n_blocks)]
     job_id = JobId(f"fill-{uuid4().hex}")
     await a.acquire(job_id, n_blocks)
@@ -244,7 +243,8 @@ async def _fill(a: Node) -> list[BlockKey]:
     return keys
 
 
-async def _get(a: Node, b: Node, keys: list[BlockKey]) -> None:
+async def get(a: Node, b: Node, keys: list[BlockKey]) -> None:
+    """Have B fetch sealed blocks of A. Raises RuntimeError unless all come."""
     job_id = JobId(f"get-{uuid4().hex}")
     got = await b.acquire(job_id, len(keys), keys=join_keys(keys), fetch_from=a.endpoint)
     if got.cached_blocks != len(keys):
