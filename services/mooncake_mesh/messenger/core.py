@@ -4,6 +4,7 @@ Every job belongs to one worker process (instance and incarnation); when that pr
 A transfer into a job's blocks is a landing; it ends before or with its job.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -22,6 +23,8 @@ from mooncake_proto.transfer import Acquire, Acquired, PushBlocks, Slot
 
 _WHOLE: Final = 1
 """Layers of a transfer that moves blocks whole."""
+
+_REMEMBERED_ABORTS: Final = 1024
 
 
 @dataclass(slots=True)
@@ -42,6 +45,7 @@ class MessengerCore:
         self.slots: SlotTable | None = None  # the SSD tier, where there is one
         self._jobs: dict[JobId, _Job] = {}
         self._landings: dict[TransferId, Landing] = {}
+        self._given_up: OrderedDict[TransferId, str] = OrderedDict()
         self._outbound: dict[TransferId, Outbound] = {}
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
@@ -196,6 +200,20 @@ class MessengerCore:
         self._jobs[job_id] = job
         return self._open(job, job_id, transfer_id, range(len(keys)), _WHOLE, now_s)
 
+    def give_up(self, transfer_id: TransferId, why: str) -> Landing | None:
+        """The sender sends no more: fail the landing, or, where there is none yet, the one that is opened for it later.
+
+        The two ends of a transfer are told of it by different ways, so its abort may come first.
+        """
+        landing = self._landings.get(transfer_id)
+        if landing is not None:
+            landing.fail(why)
+            return landing
+        self._given_up[transfer_id] = why
+        if len(self._given_up) > _REMEMBERED_ABORTS:
+            self._given_up.popitem(last=False)
+        return None
+
     def settle(self, landing: Landing) -> None:
         """After writes into a landing ended: once it has landed, share its whole blocks. Again is fine."""
         if landing.state is not LandingState.LANDED or landing.transfer_id not in self._landings:
@@ -211,6 +229,8 @@ class MessengerCore:
         slots = [Slot(logical=i, block=job.blocks[i], generation=self.pool.generation(job.blocks[i])) for i in logicals]
         slice_bytes = self.block_bytes // layers
         landing = Landing(transfer_id, job_id, slots, layers=layers, slice_bytes=slice_bytes, now_s=now_s)
+        if transfer_id in self._given_up:
+            landing.fail(self._given_up.pop(transfer_id))
         job.landing = landing
         self._landings[transfer_id] = landing
         return landing

@@ -84,7 +84,7 @@ class MessengerService:
         self._holder = Holder(instance_id=InstanceId(config.instance_id), incarnation=self._incarnation)
         self._crew = Crew(_COPY_THREADS)
         self._sources = SourceArenas(self._holder)
-        self._peers = Phonebook()
+        self._peers = Phonebook(on_lost=self._peer_lost)
         self._conductor = RpcClient(config.conductor)
         self._publisher = KvPublisher(self._conductor, NodeId(config.node_id), self._incarnation)
         self._membership: Membership | None = None
@@ -273,6 +273,10 @@ class MessengerService:
         if self._cut is not None:
             self._cut.worker_gone(holder)
 
+    def _peer_lost(self, endpoint: str) -> None:
+        if self._cut is not None:
+            self._cut.peer_lost(endpoint)
+
     # --- what needs the pool ------------------------------------------------------------------------------------------
 
     def _ready(self) -> CutArena:
@@ -314,8 +318,8 @@ class MessengerService:
     async def _slice_offer(self, offer: SliceOffer, _: Caller) -> SliceAck:
         return await self._ready().receiver.take_offer(offer)
 
-    def _abort_transfer(self, request: AbortTransfer, _: Caller) -> Ok:
-        self._ready().receiver.abort(request.transfer_id, request.reason)
+    async def _abort_transfer(self, request: AbortTransfer, _: Caller) -> Ok:
+        await self._ready().receiver.abort(request.transfer_id, request.reason)
         return Ok()
 
     async def _push_blocks(self, request: PushBlocks, _: Caller) -> Pushing:
