@@ -84,7 +84,7 @@ class WorkerRef:
 @message("serving.schedule")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """``avoid`` names instances that just failed this request."""
+    """``avoid`` names instances that just failed this request; ``tenant`` is whose it is."""
 
     job_id: JobId
     model: str
@@ -92,6 +92,7 @@ class Schedule:
     max_new_tokens: Positive
     keys: PackedKeys
     avoid: tuple[InstanceId, ...] = ()
+    tenant: str = ""
 
 
 @message("serving.placement")
@@ -99,6 +100,7 @@ class Schedule:
 class Placement:
     """``fetch_from`` is the messenger endpoint of the node to copy the prefix from, empty for the local arena only.
 
+    ``read_limit_blocks``: no prefix block beyond that many is worth reading from the node's SSD; None for no limit.
     All block counts are hints: who acts on them finds out what is really there.
     """
 
@@ -110,6 +112,7 @@ class Placement:
     fetch_prefix_blocks: Natural = 0
     ttft_est_s: float = 0.0
     tbt_est_s: float = 0.0
+    read_limit_blocks: Natural | None = None
 
 
 @message("serving.rejected")
@@ -130,7 +133,8 @@ class PrefillJob:
 
     ``drawn_tokens`` says how many of the last ``tokens`` were drawn by the model before a re-placement: the sampler's
     counter goes on from there. Without ``decode`` one token is all that is wanted. The two counts of prefix blocks say
-    what the conductor expects to be in the node's arena, and to be copied from ``fetch_from``.
+    what the conductor expects to be on the node, and to be copied from ``fetch_from``; ``read_limit_blocks`` is as
+    in Placement. The blocks count for ``tenant``.
     """
 
     job_id: JobId
@@ -147,6 +151,8 @@ class PrefillJob:
     fetch_from: str = ""
     fetch_prefix_blocks: Natural = 0
     local_prefix_blocks: Natural = 0
+    tenant: str = ""
+    read_limit_blocks: Natural | None = None
 
 
 @message("serving.decode_job")
@@ -168,6 +174,7 @@ class DecodeJob:
     drawn_tokens: Natural
     stream_endpoint: str
     deadline_s: float
+    tenant: str = ""
 
 
 @message("serving.first_token")

@@ -168,6 +168,7 @@ class RequestCore:
                 max_new_tokens=self._request.stopping.max_new_tokens - len(self._drawn),
                 keys=self._chain(tokens),
                 avoid=tuple(sorted(self._avoid)),
+                tenant=self._request.tenant,
             ),
         )
 
@@ -198,6 +199,8 @@ class RequestCore:
             fetch_from=placement.fetch_from,
             fetch_prefix_blocks=placement.fetch_prefix_blocks,
             local_prefix_blocks=placement.local_prefix_blocks,
+            tenant=self._request.tenant,
+            read_limit_blocks=placement.read_limit_blocks,
         )
         if is_single:
             self._jobs_at = (placement.prefill,)
@@ -214,6 +217,7 @@ class RequestCore:
             drawn_tokens=len(self._drawn),
             stream_endpoint=self._stream_endpoint,
             deadline_s=left_s,
+            tenant=self._request.tenant,
         )
         self._jobs_at = (placement.prefill, placement.decode)
         return [StartJobs(placement=placement, prefill=prefill, decode=decode)]
