@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mooncake_mesh.config import MessengerConfig, TransportKind
+from mooncake_mesh.config_tenants import tenant_quotas
 from mooncake_mesh.errors import (
     ConfigError,
     InvalidRequest,
@@ -203,7 +204,8 @@ class MessengerService:
                 self._lifecycle.stop("ssd_dir refused")
             raise
         n_blocks = config.arena_bytes // block_bytes
-        core = MessengerCore(n_blocks=n_blocks, block_bytes=block_bytes, eviction=config.eviction)
+        quotas = tenant_quotas(config.tenant_quotas, n_blocks)
+        core = MessengerCore(n_blocks=n_blocks, block_bytes=block_bytes, eviction=config.eviction, quotas=quotas)
         info = self._info(core)
         view = self._arena.view
         cut = CutArena(
