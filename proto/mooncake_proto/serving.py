@@ -118,7 +118,8 @@ class DecodeGate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """``avoid`` names instances that just failed this request; ``refused_by`` the decode instances that had no place
-    for it when its KV was there: it is placed only where there is one now. Lower ``priority`` is more urgent."""
+    for it when its KV was there: it is placed only where there is one now. Lower ``priority`` is more urgent;
+    ``tenant`` is whose it is."""
 
     job_id: JobId
     model: str
@@ -128,6 +129,7 @@ class Schedule:
     avoid: tuple[InstanceId, ...] = ()
     refused_by: tuple[InstanceId, ...] = ()
     priority: int = 0
+    tenant: str = ""
 
 
 @message("serving.placement")
@@ -135,6 +137,7 @@ class Schedule:
 class Placement:
     """``fetch_from`` is the messenger endpoint of the node to copy the prefix from, empty for the local arena only.
 
+    ``read_limit_blocks``: no prefix block beyond that many is worth reading from the node's SSD; None for no limit.
     All block counts are hints: who acts on them finds out what is really there. With a ``gate`` the decode worker has
     the last word, and nobody is shown the first token before. ``prefill_est_s`` is what computing will take once it is
     its turn, ``ttft_slo_s`` the objective from the request's arrival to its first token.
@@ -151,6 +154,7 @@ class Placement:
     gate: DecodeGate | None = None
     prefill_est_s: float = 0.0
     ttft_slo_s: float | None = None
+    read_limit_blocks: Natural | None = None
 
 
 @message("serving.rejected")
@@ -187,7 +191,8 @@ class PrefillJob:
 
     ``drawn_tokens`` says how many of the last ``tokens`` were drawn by the model before a re-placement: the sampler's
     counter goes on from there. Without ``decode`` one token is all that is wanted. The two counts of prefix blocks say
-    what the conductor expects to be in the node's arena, and to be copied from ``fetch_from``.
+    what the conductor expects to be on the node, and to be copied from ``fetch_from``; ``read_limit_blocks`` is as
+    in Placement. The blocks count for ``tenant``.
     """
 
     job_id: JobId
@@ -205,6 +210,8 @@ class PrefillJob:
     fetch_prefix_blocks: Natural = 0
     local_prefix_blocks: Natural = 0
     turn: QueueTurn | None = None
+    tenant: str = ""
+    read_limit_blocks: Natural | None = None
 
 
 @message("serving.decode_job")
@@ -229,6 +236,7 @@ class DecodeJob:
     deadline_s: float
     gate: DecodeGate | None = None
     first_token_within_s: float | None = None
+    tenant: str = ""
 
 
 @message("serving.first_token")

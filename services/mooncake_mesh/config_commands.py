@@ -1,6 +1,7 @@
 """What the commands that ask a running mesh can be configured with; parts of :mod:`mooncake_mesh.config`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from mooncake_mesh.config_checks import above_zero, at_least, connected
@@ -11,6 +12,7 @@ class StatusConfig:
     """``mooncake status``: what to ask, and how to show it."""
 
     conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     timeout_s: Annotated[float, "how long to wait for its answer"] = 3.0
     watch_s: Annotated[float | None, "ask again this often, until interrupted"] = None
     json: Annotated[bool, "print the report as one JSON object"] = False
@@ -27,6 +29,7 @@ class ChatConfig:
     """``mooncake chat``: a conversation in the terminal."""
 
     gateway: Annotated[str, "endpoint of the gateway for SDK clients"] = "tcp://127.0.0.1:7710"
+    keys: Annotated[Path | None, "folder with the keys of a client (mooncake keys issue)"] = None
     model: Annotated[str | None, "model to talk to; the one that is served otherwise"] = None
     system: Annotated[str | None, "system prompt"] = None
     temperature: Annotated[float | None, "0 takes the likeliest token; the server's default otherwise"] = None

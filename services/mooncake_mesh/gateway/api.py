@@ -13,9 +13,9 @@ from mooncake_proto.serving import FinishReason, Sampling, Stopping, TokenLogpro
 class TokenRequest:
     """One choice of one client request, tokenised: the unit the mesh runs.
 
-    ``request_id`` is unique for each choice. ``cache_salt`` and ``tenant`` enter the root of the block keys. Lower
-    ``priority`` is more urgent (policy/request_class.py); requests of one priority share the mesh fairly between the
-    ids in ``fairness_id``.
+    ``request_id`` is unique for each choice. ``cache_salt`` enters the root of the block keys, and so does ``tenant``
+    unless tenants share their cache. Lower ``priority`` is more urgent (policy/request_class.py); requests of one
+    priority share the mesh fairly between tenants, and between the ids in ``fairness_id`` where there are none.
     """
 
     request_id: RequestId

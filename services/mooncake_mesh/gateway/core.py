@@ -187,6 +187,7 @@ class RequestCore:
                 avoid=tuple(sorted(self._avoid)),
                 refused_by=() if self._drawn else tuple(sorted(self._refused_by)),
                 priority=self._request.priority,
+                tenant=self._request.tenant,
             ),
         )
 

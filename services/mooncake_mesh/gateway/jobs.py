@@ -53,8 +53,10 @@ def start_jobs(
             waited_s=elapsed_s,
             first_token_within_s=first_token_within_s,
             priority=request.priority,
-            fairness_id=request.fairness_id,
+            fairness_id=request.tenant or request.fairness_id,
         ),
+        tenant=request.tenant,
+        read_limit_blocks=placement.read_limit_blocks,
     )
     if is_single:
         return StartJobs(placement=placement, prefill=prefill, decode=None)
@@ -72,5 +74,6 @@ def start_jobs(
         deadline_s=left_s,
         gate=gate,
         first_token_within_s=None if gate is None else first_token_within_s,
+        tenant=request.tenant,
     )
     return StartJobs(placement=placement, prefill=prefill, decode=decode)
