@@ -45,7 +45,8 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One process of the mesh. ``endpoint`` is its ROUTER; ``model`` is absent on gateways and messengers."""
+    """One process of the mesh. ``endpoint`` is its ROUTER; ``model`` is absent on gateways and messengers. ``kind``, of
+    a worker, names the machines that are equally fast: those of one kind share a cost profile."""
 
     role: Role
     instance_id: InstanceId
@@ -53,6 +54,7 @@ class Member:
     incarnation: Incarnation
     endpoint: str
     model: ModelCard | None = None
+    kind: str = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ class Load:
     tokens) of every running one; ``decoded_tokens`` is what a finished one had decoded here, on average of late.
     ``recent_steps`` are the (sequences, tokens of KV, seconds) of the last few of ``steps``, newest last; ``step_s`` is
     their moving average.
+    Messenger: ``recent_copies`` are the (bytes, seconds) of the last few of ``copies`` prefixes that it had from other
+    nodes, newest last.
     """
 
     queued_jobs: Natural = 0
@@ -97,6 +101,8 @@ class Load:
     decoded_tokens: float = 0.0
     steps: Natural = 0
     recent_steps: tuple[tuple[Natural, Natural, float], ...] = ()
+    copies: Natural = 0
+    recent_copies: tuple[tuple[Natural, float], ...] = ()
 
 
 @message("control.register")
@@ -172,7 +178,7 @@ class StatusQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateQuality:
-    """How well the conductor's cost model predicts an instance, from ``samples`` observed times.
+    """How well the conductor's cost model predicts an instance, or ``copies`` between nodes, from ``samples`` times.
 
     ``factor`` is observed over modelled time, which corrects the model from then on; ``error`` is the mean relative
     error of the corrected predictions of late.

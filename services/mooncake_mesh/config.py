@@ -26,7 +26,7 @@ from mooncake_mesh.config_checks import (
     whole_blocks,
     words,
 )
-from mooncake_mesh.config_commands import ChatConfig, StatusConfig
+from mooncake_mesh.config_commands import ChatConfig, ProfileConfig, StatusConfig
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind, QueueOrderKind
 from mooncake_mesh.config_tenants import tenant_shares
@@ -253,6 +253,7 @@ class PrefillConfig:
     bind: Annotated[str, "endpoint that gateways send jobs to"] = "tcp://127.0.0.1:7730"
     conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
     messenger: Annotated[str, "endpoint of the node's messenger"] = "tcp://127.0.0.1:7720"
+    kind: Annotated[str, "name of what this machine is: workers of one kind share a cost profile"] = "default"
     engine: Annotated[EngineKind, "transformers, or fake for tests and load"] = EngineKind.TRANSFORMERS
     model: Annotated[str, "a known name, a local folder or a hub id"] = "smollm2-135m"
     dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
@@ -272,7 +273,7 @@ class PrefillConfig:
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
 
     def __post_init__(self) -> None:
-        ids(self, "instance_id", "node_id")
+        ids(self, "instance_id", "node_id", "kind")
         words(self, "model", "device")
         bound(self, "bind")
         connected(self, "conductor", "messenger")
@@ -290,6 +291,7 @@ class DecodeConfig:
     bind: Annotated[str, "endpoint that gateways send jobs to"] = "tcp://127.0.0.1:7740"
     conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
     messenger: Annotated[str, "endpoint of the node's messenger"] = "tcp://127.0.0.1:7720"
+    kind: Annotated[str, "name of what this machine is: workers of one kind share a cost profile"] = "default"
     engine: Annotated[EngineKind, "transformers, or fake for tests and load"] = EngineKind.TRANSFORMERS
     model: Annotated[str, "a known name, a local folder or a hub id"] = "smollm2-135m"
     dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
@@ -306,7 +308,7 @@ class DecodeConfig:
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
 
     def __post_init__(self) -> None:
-        ids(self, "instance_id", "node_id")
+        ids(self, "instance_id", "node_id", "kind")
         words(self, "model", "device")
         bound(self, "bind")
         connected(self, "conductor", "messenger")
@@ -373,6 +375,7 @@ RoleConfig = (
     | UpConfig
     | StatusConfig
     | ChatConfig
+    | ProfileConfig
     | DoctorConfig
 )
 """Every class that has a table of its own in a configuration file."""
@@ -386,6 +389,7 @@ SECTIONS: Final[dict[str, type[RoleConfig]]] = {
     "up": UpConfig,
     "status": StatusConfig,
     "chat": ChatConfig,
+    "profile": ProfileConfig,
     "doctor": DoctorConfig,
 }
 """Table name, environment prefix (in capitals) and sub-command → class."""

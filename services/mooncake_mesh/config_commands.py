@@ -41,3 +41,23 @@ class ChatConfig:
         at_least(self, 1, "max_tokens")
         if self.temperature is not None:
             at_least(self, 0.0, "temperature")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileConfig:
+    """``mooncake profile``: which mesh to measure, how thoroughly, and where the profile goes."""
+
+    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    gateway: Annotated[str, "endpoint of the gateway for SDK clients"] = "tcp://127.0.0.1:7710"
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
+    model: Annotated[str | None, "model to measure; the one that is served otherwise"] = None
+    output: Annotated[Path, "profile to write; kinds in it that are not measured stay"] = Path("cost.json")
+    longest_prompt_tokens: Annotated[int, "longest prompt; others are shorter by factors of two"] = 2048
+    largest_batch: Annotated[int, "most sequences decoded at a time"] = 8
+    repeats: Annotated[int, "how often each is measured"] = 2
+    plot: Annotated[Path | None, "picture of measured over modelled times; needs matplotlib"] = None
+
+    def __post_init__(self) -> None:
+        connected(self, "conductor", "gateway")
+        at_least(self, 64, "longest_prompt_tokens")
+        at_least(self, 1, "largest_batch", "repeats")

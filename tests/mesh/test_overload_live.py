@@ -5,11 +5,15 @@ Two decode instances that take 60 ms for each sequence of a step. Two sequences 
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
+from mooncake_mesh.policy.cost_profile import load_kinds
 from mooncake_proto.control import ClassReport, Role
 from tests.mesh import clients
 from tests.mesh.clients import Stream
@@ -186,6 +190,25 @@ def test_what_happened_is_told_by_class_in_status_and_metrics(mesh: Mesh) -> Non
     metrics = clients.get(mesh.http, "/metrics").body.decode()
     assert f'mooncake_slo_good_requests_total{{class="urgent"}} {classes["urgent"].good}.0' in metrics
     assert "mooncake_estimate_error_ratio{" in metrics
+
+
+def test_profile_finds_the_times_that_the_engine_pretends(mesh: Mesh, tmp_path: Path) -> None:
+    admitting(mesh, "baseline")
+    output = tmp_path / "cost.json"
+    flags = ["--longest-prompt-tokens=256", "--largest-batch=2", "--repeats=1", f"--output={output}"]
+    flags += [f"--conductor={mesh.conductor}", f"--gateway={mesh.sdk}"]
+    command = [sys.executable, "-P", "-m", "mooncake_mesh", "profile", *flags]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "decode step" in ran.stdout
+    cost = load_kinds(output.read_text())["default"]
+    assert cost.prefill_s(200, 0) == pytest.approx(0.4, rel=0.25)
+    assert cost.prefill_s(100, 100) == pytest.approx(0.2, rel=0.25), "what is cached costs nothing"
+    assert cost.decode_step_s(1, 100) == pytest.approx(0.06, rel=0.25)
+    assert cost.decode_step_s(2, 400) == pytest.approx(0.12, rel=0.25)
+    mesh.wait_idle()
+    mesh.restart("conductor", f"--cost-profile={output}")
+    mesh.wait_healthy()
 
 
 def _holds(role: Role, load: object) -> bool:

@@ -514,6 +514,22 @@ def test_refused_at_decode_and_by_all_others_it_ends_with_the_reason_and_when_to
     assert request.stage is RequestStage.FAILED
 
 
+def test_a_prompt_that_waits_in_vain_ends_the_request_unless_it_has_shown_something() -> None:
+    late = replace(failed(0, P0, "too_late"), message="ttft_objective_in_queue", retry_after_s=4.0)
+    request = gated()
+    [_, fail] = request.handle(late, 104.0)
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, Rejected)
+    assert (fail.error.code, fail.error.reason, fail.error.retry_after_s) == (
+        "rejected",
+        "ttft_objective_in_queue",
+        4.0,
+    )
+    request = running()
+    request.handle(first(0, 0, 20), 104.0)
+    assert asks(request.handle(late, 105.0)) != [], "it has begun: it goes on"
+
+
 def test_while_its_first_token_is_held_it_can_be_cancelled_lost_and_late() -> None:
     held = gated()
     held.handle(first(0, 0, 20), 104.0)

@@ -4,7 +4,9 @@ All of it is soft state. A restarted conductor learns the members from their reg
 messengers' snapshots; requests that run never notice.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from mooncake_mesh.conductor.roster import WORKERS, PlacedWork, Roster
 from mooncake_mesh.kv.block_hash import split_keys
@@ -12,7 +14,7 @@ from mooncake_mesh.kv.event_stream import FeedRefused, NodeFeed
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh.peers import HealthChanged, PeerEvent, PeerTable
 from mooncake_mesh.policy.admission import elsewhere
-from mooncake_mesh.policy.cost_model import CostModel
+from mooncake_mesh.policy.cost_model import CostModel, KindFactors
 from mooncake_mesh.policy.decisions import Placed, Refused
 from mooncake_mesh.policy.decode_gate import gate_for
 from mooncake_mesh.policy.draws import draw
@@ -37,7 +39,8 @@ class ConductorCore:
     """Mutated only by its methods; times come in as arguments, seconds of one monotonic clock.
 
     *seed* is where the chance of the ``random`` policy comes from: equal seeds and events give equal decisions.
-    *levels* is what ended requests are held against, *objectives* where None.
+    *levels* is what ended requests are held against, *objectives* where None; *kinds* how much slower than *cost* the
+    kinds of instances are.
     """
 
     def __init__(
@@ -52,17 +55,17 @@ class ConductorCore:
         scheduling: Scheduling = DEFAULT_SCHEDULING,
         seed: int = 0,
         levels: ServiceLevels | None = None,
+        kinds: Mapping[str, KindFactors] = MappingProxyType({}),
     ) -> None:
         self._incarnation = incarnation
         self._peers = peers
         self._index = index
-        self._cost = cost
         self._objectives = objectives
         self._started_s = started_s
         self._scheduling = scheduling
         self._seed = seed
         self._feeds: dict[NodeId, NodeFeed] = {}
-        self._roster = Roster(peers=peers, cost=cost, objectives=objectives)
+        self._roster = Roster(peers=peers, cost=cost, objectives=objectives, kinds=kinds)
         self._cards: dict[str, ModelCard] | None = None
         self._slo = SloMonitor(
             levels or ServiceLevels(ttft_s=objectives.ttft_s, tbt_s=objectives.tbt_s), started_s=started_s
@@ -177,7 +180,7 @@ class ConductorCore:
         return self._placement(request, placed, self._gate(placed, view, card), prefill_s)
 
     def _placed(self, request: Schedule, shape: RequestShape, view: ClusterView) -> Placed | Refused:
-        cost, objectives = self._cost, self._objectives
+        cost, objectives = self._roster.cost, self._objectives
         if request.refused_by:
             decode_s = self._scheduling.admission.decode_time_s(view)
             others = elsewhere(shape, view, request.refused_by, cost, objectives, decode_s)
@@ -189,7 +192,7 @@ class ConductorCore:
     def _gate(self, placed: Placed, view: ClusterView, card: ModelCard) -> DecodeGate | None:
         instance = next(instance for instance in view.decode if instance.instance_id == placed.decode)
         admission = self._scheduling.admission
-        return gate_for(instance, view, self._cost, self._objectives, admission, block_tokens=card.block_tokens)
+        return gate_for(instance, view, self._roster.cost, self._objectives, admission, block_tokens=card.block_tokens)
 
     def _placement(self, request: Schedule, placed: Placed, gate: DecodeGate | None, prefill_s: float) -> Placement:
         fetch_from = "" if placed.fetch_node is None else self._messenger(placed.fetch_node)
@@ -247,9 +250,9 @@ class ConductorCore:
     def _unloaded(self, outcome: Outcome) -> Unloaded:
         """As the cost model has it, corrected for the instances it ran on."""
         cached = min(outcome.cached_tokens, outcome.prompt_tokens)
-        prefill_s = self._cost.prefill_s(outcome.prompt_tokens - cached, cached)
+        prefill_s = self._roster.cost.prefill_s(outcome.prompt_tokens - cached, cached)
         context = outcome.prompt_tokens + outcome.generated_tokens // 2
-        step_s = self._cost.decode_step_s(1, context)
+        step_s = self._roster.cost.decode_step_s(1, context)
         return Unloaded(
             ttft_s=self._roster.factor(InstanceId(outcome.prefill)) * prefill_s,
             tbt_s=self._roster.factor(InstanceId(outcome.decode)) * step_s,

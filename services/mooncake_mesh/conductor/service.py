@@ -25,8 +25,8 @@ from mooncake_mesh.mesh.peers import HealthChanged, PeerEvent, PeerTable
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.policy.admission import Admission
-from mooncake_mesh.policy.cost_model import CostModel, LinearCost
-from mooncake_mesh.policy.cost_profile import load_profile
+from mooncake_mesh.policy.cost_model import CostModel, KindFactors, LinearCost, kind_factors
+from mooncake_mesh.policy.cost_profile import DEFAULT_KIND, load_kinds
 from mooncake_mesh.policy.placement import Scheduling
 from mooncake_mesh.policy.slo import ServiceLevels
 from mooncake_mesh.policy.views import Objectives
@@ -72,11 +72,13 @@ class ConductorService:
         self._config = config
         self._tasks = tasks
         self._incarnation = new_incarnation()
+        cost, kinds = _cost_models(config.cost_profile)
         self._core = ConductorCore(
             incarnation=self._incarnation,
             peers=PeerTable(suspect_after_s=config.suspect_after_s, dead_after_s=config.dead_after_s),
             index=PrefixIndex(max_entries=config.index_max_blocks),
-            cost=_cost_model(config.cost_profile),
+            cost=cost,
+            kinds=kinds,
             objectives=Objectives(ttft_s=config.ttft_slo_s, tbt_s=config.tbt_slo_s),
             started_s=monotonic(),
             scheduling=_scheduling(config),
@@ -203,14 +205,19 @@ def _scheduling(config: ConductorConfig) -> Scheduling:
     )
 
 
-def _cost_model(profile: Path | None) -> CostModel:
-    """Raises ConfigError for a profile that cannot be used."""
+def _cost_models(profile: Path | None) -> tuple[CostModel, dict[str, KindFactors]]:
+    """The model that all are priced by, that of the default kind or else the first, and how the kinds compare with it.
+
+    Raises ConfigError for a profile that cannot be used.
+    """
     if profile is None:
-        return DEFAULT_COST
+        return DEFAULT_COST, {}
     try:
-        return load_profile(profile.read_text())
+        costs = load_kinds(profile.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{profile}: {error}", path="conductor.cost_profile") from error
+    base = costs.get(DEFAULT_KIND) or costs[min(costs)]
+    return base, {kind: kind_factors(cost, base) for kind, cost in costs.items()}
 
 
 def _applied(ack: KvEventsAck | FeedRefused | None) -> KvEventsAck:

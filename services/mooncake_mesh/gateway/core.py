@@ -85,6 +85,7 @@ _MOVES: Final = frozenset(
         *((stage, end) for stage in _LIVE for end in (RequestStage.FAILED, RequestStage.CANCELLED)),
     }
 )
+_LEAST_RETRY_AFTER_S: Final = 1.0
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _ROOM_CODES: Final = frozenset({"no_free_blocks", "rejected", "overloaded", "draining"})
@@ -119,7 +120,7 @@ class RequestCore:
         self._has_decoded = False
         self._is_accepted = False
         self._is_gated = False
-        self._refusal: DecodeRefused | None = None
+        self._refusal: Rejected | None = None
         self._refused_by: set[InstanceId] = set()
         self._losses = 0
         self._pauses = 0
@@ -274,7 +275,7 @@ class RequestCore:
         if failed.code == DecodeRefused.code:
             return self._refused_at_decode(failed)
         if failed.code == TooLate.code and not self._drawn:
-            return self._fail(TooLate(failed.message, retry_after_s=failed.retry_after_s or 1.0))
+            return self._fail(_refusal(failed))
         error = _JobError(failed)
         if not failed.retryable:
             return self._fail(error)
@@ -306,7 +307,7 @@ class RequestCore:
 
     def _refused_at_decode(self, failed: JobFailed) -> list[RequestCommand]:
         """No loss: the worker is well. The conductor is asked who else could take it now."""
-        self._refusal = DecodeRefused(failed.message, retry_after_s=failed.retry_after_s or 1.0)
+        self._refusal = _refusal(failed)
         self._refused_by.add(failed.instance_id)
         return self._ask_again(after_s=self._pause_s() if self._drawn else 0.0)
 
@@ -358,6 +359,11 @@ class RequestCore:
 
 
 _TOKEN_BYTES: Final = 4
+
+
+def _refusal(failed: JobFailed) -> Rejected:
+    """What a worker's refusal is to the client: one like that of the conductor."""
+    return Rejected(failed.message, unavailable=False, retry_after_s=failed.retry_after_s or _LEAST_RETRY_AFTER_S)
 
 
 class _JobError(MooncakeError):
