@@ -65,7 +65,7 @@ class Load:
     on SSD, which is read at ``ssd_bytes_per_s`` of late (0: not known); ``ssd_faults`` counts what it lost or refused.
 
     Prefill: ``queued_prompts`` are the (uncached, cached) tokens of every job not computed yet, oldest first; the
-    first has been computed for ``prefill_elapsed_s``.
+    first has been computed for ``prefill_elapsed_s``. ``queued_priorities`` are theirs, where any has one.
     ``recent_prefills`` are the (uncached, cached, seconds) of the last few of ``prefills`` computed ones, newest last.
     Decode: queued are the jobs whose KV is still to come, with their tokens; ``sequences`` are the (tokens, decoded
     tokens) of every running one; ``decoded_tokens`` is what a finished one had decoded here, on average of late.
@@ -94,6 +94,7 @@ class Load:
     transports: str = ""
     draining: bool = False
     queued_prompts: tuple[tuple[Natural, Natural], ...] = ()
+    queued_priorities: tuple[int, ...] = ()
     prefill_elapsed_s: float = 0.0
     prefills: Natural = 0
     recent_prefills: tuple[tuple[Natural, Natural, float], ...] = ()

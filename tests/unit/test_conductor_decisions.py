@@ -243,6 +243,19 @@ def test_an_instance_of_a_slower_kind_is_taken_for_slower_from_the_start() -> No
     assert placed(core, 1.0).prefill.instance_id == "p0", "what is observed wins"
 
 
+def test_the_urgent_do_not_wait_for_whom_they_overtake() -> None:
+    core = mesh("p0", "d0")
+    load = Load(queued_prompts=((100, 0), (400, 0), (300, 0)), queued_priorities=(-101, 0, 5))  # 1, 4 and 3 s
+    beat(core, "p0", load, 0.0)
+    for priority, ttft_s in ((6, 8.4), (5, 8.4), (0, 5.4), (-1, 1.4)):  # 0.4 s is its own
+        request = Schedule(
+            job_id=JobId("r"), model="m", prompt_tokens=40, max_new_tokens=16, keys=b"", priority=priority
+        )
+        result = core.schedule(request, 0.0)
+        assert isinstance(result, Placement)
+        assert result.ttft_est_s == pytest.approx(ttft_s), priority
+
+
 # --- the decode worker's last word ------------------------------------------------------------------------------------
 
 

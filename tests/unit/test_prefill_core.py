@@ -299,6 +299,9 @@ def test_loads_are_told_in_the_order_they_are_computed_in() -> None:
     for name, prompt, service_s in (("long", 20, 8.0), ("short", 6, 1.0)):
         c.submit(replace(job(name, prompt), turn=QueueTurn(service_s=service_s)), 0.0)
     assert [uncached for uncached, _ in c.queued_prompts()] == [10, 6, 20]
+    assert c.queued_priorities() == ()
+    queued(c, "urgent", 1.0, 0.0, priority=-2)
+    assert c.queued_priorities() == (-101, -2, 0, 0)
     c.move(first, JobStage.READY)
     c.move(first, JobStage.COMPUTING)
     first.started_s = 3.0

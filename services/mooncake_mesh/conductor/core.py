@@ -19,6 +19,7 @@ from mooncake_mesh.policy.decisions import Placed, Refused
 from mooncake_mesh.policy.decode_gate import gate_for
 from mooncake_mesh.policy.draws import draw
 from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling, place
+from mooncake_mesh.policy.queue_order import seen_by
 from mooncake_mesh.policy.request_class import is_batch
 from mooncake_mesh.policy.slo import ServiceLevels, SloMonitor, Unloaded
 from mooncake_mesh.policy.views import ClusterView, Objectives, RequestShape
@@ -187,6 +188,7 @@ class ConductorCore:
             if isinstance(others, Refused):
                 return others
             view = others
+        view = seen_by(request.priority, view)
         return place(shape, view, cost, objectives, self._scheduling)
 
     def _gate(self, placed: Placed, view: ClusterView, card: ModelCard) -> DecodeGate | None:
@@ -326,6 +328,7 @@ def _work(shape: RequestShape, placed: Placed) -> PlacedWork:
         decode=placed.decode,
         decode_blocks=shape.blocks_for(shape.prompt_tokens),  # what the messenger will report; growth comes later
         ttft_s=placed.ttft_est_s,
+        priority=shape.priority,
         copy_from=placed.fetch_node,
         copy_bytes=copied_blocks * shape.block_bytes,
     )

@@ -42,6 +42,7 @@ class PlacedWork:
     decode: InstanceId
     decode_blocks: int
     ttft_s: float
+    priority: int = 0
     copy_from: NodeId | None = None
     copy_bytes: int = 0
 
@@ -124,7 +125,9 @@ class Roster:
         assert decode is not None, "placed on an instance of a view"
         tokens = work.uncached_tokens + work.cached_tokens
         prefill_s = self.factor(work.prefill) * self.cost.prefill_s(work.uncached_tokens, work.cached_tokens)
-        self._pending[work.prefill].append(Pending(placed_s=now_s, tokens=tokens, prefill_s=prefill_s))
+        self._pending[work.prefill].append(
+            Pending(placed_s=now_s, tokens=tokens, prefill_s=prefill_s, priority=work.priority)
+        )
         self._pending[work.decode].append(Pending(placed_s=now_s, tokens=tokens))
         messenger = self._messengers[decode.member.node_id]
         self._pending[messenger].append(Pending(placed_s=now_s, blocks=work.decode_blocks))

@@ -9,6 +9,8 @@ from typing import Final
 
 MOST_URGENT: Final = -100
 BATCH_PRIORITY: Final = 100
+BEGUN: Final = MOST_URGENT - 1
+"""How urgent a prompt counts that is overtaken by nobody any more."""
 
 
 class RequestClass(Enum):

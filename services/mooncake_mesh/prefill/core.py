@@ -17,6 +17,7 @@ from typing import Final
 from mooncake_mesh.errors import InvalidTransition, MooncakeError
 from mooncake_mesh.policy.fair_share import FairShares
 from mooncake_mesh.policy.queue_order import QueueRules, WaitingPrompt, insertion_index, is_late
+from mooncake_mesh.policy.request_class import BEGUN
 from mooncake_proto.ids import JobId
 from mooncake_proto.serving import PrefillJob, QueueTurn
 
@@ -148,6 +149,13 @@ class PrefillCore:
         jobs = [job for job in self._jobs.values() if job.stage in _BEGUN]
         jobs += [job for job in self._queue if job.stage is JobStage.QUEUED]
         return tuple((job.prompt_tokens - job.cached_tokens, job.cached_tokens) for job in jobs)
+
+    def queued_priorities(self) -> tuple[int, ...]:
+        """Priorities of the :meth:`queued_prompts`, begun ones being overtaken by nobody; empty where none has one."""
+        queued = [job.waiting.priority for job in self._queue if job.stage is JobStage.QUEUED]
+        if not any(queued):
+            return ()
+        return (*(BEGUN for job in self._jobs.values() if job.stage in _BEGUN), *queued)
 
     def elapsed_s(self, now_s: float) -> float:
         """How long the job at the head has been computed; 0 while it is not."""

@@ -93,6 +93,7 @@ class PrefillService:
             prefill_tokens_per_s=self._tokens_per_s,
             draining=self._station.is_draining,
             queued_prompts=self._core.queued_prompts(),
+            queued_priorities=self._core.queued_priorities(),
             prefill_elapsed_s=self._core.elapsed_s(monotonic()),
             prefills=self._core.prefills,
             recent_prefills=self._core.recent_prefills(),
