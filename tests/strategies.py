@@ -61,6 +61,10 @@ def instances_of(cls: type) -> st.SearchStrategy[Any]:
     fields = {name: values_of(hint) for name, hint in hints.items()}
     if cls is serving.Stopping:
         fields["max_new_tokens"] = st.integers(1, 2**63 - 1)
+    if cls is serving.DecodeGate:
+        times = st.floats(0.0, 1e9)
+        fields |= dict.fromkeys(("step_base_s", "step_sequence_s", "step_token_s", "decode_s"), times)
+        fields["tbt_s"] = st.floats(1e-9, 1e9)
     return st.builds(cls, **fields)
 
 
