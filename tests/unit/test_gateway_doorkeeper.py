@@ -149,8 +149,14 @@ def test_no_key_is_in_a_log(file: Path, logs: list[structlog.typing.EventDict]) 
     async def run() -> None:
         await ask(gateway, key)
         await ask(gateway, key + "x")
+        await ask(gateway, key[:-1] + ("A" if key[-1] != "A" else "B"))
 
     asyncio.run(run())
+    assert [(line["id"], line["given"]) for line in logs if line["event"] == "api_key_refused"] == [
+        ("", True),
+        (key.split("-")[1], True),
+    ]
+    assert key.split("-", 2)[2][:20] not in repr(logs)
     assert key not in repr(logs)
     assert "secret plan" not in repr(logs)
 
