@@ -56,7 +56,8 @@ class Acquire:
     """Blocks for one job: sealed ones under the longest known prefix of ``keys``, fresh ones for the rest.
 
     ``n_blocks`` counts all of them. At most ``max_cached_blocks`` come from the pool (the last prompt token is always
-    computed). With ``fetch_from`` the messenger first tries to copy missing prefix blocks from that messenger. With
+    computed), and SSD is read for none beyond ``read_limit_blocks``. They count for ``tenant``, who may have a quota.
+    With ``fetch_from`` the messenger first tries to copy missing prefix blocks from that messenger. With
     ``landing`` set, the fresh blocks below ``landing_blocks`` are opened for that transfer, and the answer comes when
     their KV has landed (``Acquired.landed``) or the transfer has failed.
     Answered by Acquired or by Failure. Waits for room; cancelling the call or its deadline ends the wait.
@@ -73,6 +74,8 @@ class Acquire:
     landing: TransferId | None = None
     landing_blocks: Natural = 0
     landing_layers: Natural = 0
+    tenant: str = ""
+    read_limit_blocks: Natural | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,13 +272,16 @@ class AbortTransfer:
 class PushBlocks:
     """Messenger → the messenger that holds a prefix: send the sealed blocks ``keys`` into our ``transfer_id``.
 
-    Logical block i of the transfer is the block under the i-th key. Answered by Pushing.
+    Logical block i of the transfer is the block under the i-th key. ``job_id`` is whom it is for, ``tenant`` whose it
+    is. Answered by Pushing.
     """
 
     transfer_id: TransferId
     target: str
     keys: PackedKeys
     deadline_s: float
+    job_id: JobId | None = None
+    tenant: str = ""
 
 
 @message("transfer.pushing")
@@ -285,3 +291,30 @@ class Pushing:
 
     transfer_id: TransferId
     n_blocks: Natural
+
+
+@message("transfer.read_ahead")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadAhead:
+    """One-way, conductor → messenger: ``job_id`` was placed and will want the prefix ``keys``, part of which is on SSD.
+
+    It comes as a job of this node, or as a peer's PushBlocks for it. Forgotten with that job, or after ``keep_s``.
+    """
+
+    job_id: JobId
+    keys: PackedKeys
+    keep_s: float
+    tenant: str = ""
+
+
+@message("transfer.replicate")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicate:
+    """One-way, conductor → messenger: keep a copy of the prefix ``keys``, which the messenger ``source`` holds.
+
+    Nobody waits for it, and it is not done where there is no free room for it.
+    """
+
+    keys: PackedKeys
+    source: str
+    tenant: str = ""

@@ -28,6 +28,7 @@ from mooncake_mesh.config_checks import (
 )
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind
+from mooncake_mesh.config_tenants import tenant_shares
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.layout import KvDtype
 
@@ -198,6 +199,9 @@ class MessengerConfig:
     eviction: Annotated[EvictionKind, "which unused block goes first when room is needed"] = EvictionKind.LRU
     ssd_dir: Annotated[Path | None, "folder that keeps blocks for which the arena has no room; none: they go"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, taken at once"] = 8 * GiB
+    tenant_quotas: Annotated[
+        str, "most percent of the arena for a tenant: NAME=PERCENT, separated by commas; *: for each one not named"
+    ] = ""
     transport: Annotated[TransportKind, "shm, tcp, rdma, or auto: shm on one host, else tcp"] = TransportKind.AUTO
     data_host: Annotated[str, "address of the TCP transport"] = "127.0.0.1"
     data_port: Annotated[int, "port of the TCP transport; 0 takes a free one"] = 0
@@ -219,6 +223,10 @@ class MessengerConfig:
         connected(self, "conductor")
         at_least(self, 1 * MiB, "arena_bytes", "ssd_bytes")
         at_least(self, 1, "tcp_connections")
+        try:
+            tenant_shares(self.tenant_quotas)
+        except ValueError as error:
+            raise ValueError(f"tenant_quotas: {error}") from None
         if self.advertise_data is not None:
             host_and_port("advertise_data", self.advertise_data)
 

@@ -3,6 +3,7 @@
 Exit codes: 0 after an orderly stop, 2 when the configuration or the model is refused, 1 for any other failure.
 """
 
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ def run(role: str, config: ServiceConfig) -> int:
                 remedy="mooncake keys init, and --keys",
             )
         service = importlib.import_module(f"mooncake_mesh.{role}.service")
+        gc.freeze()  # modules live as long as the process: no collection, and not its end, has to look through them
         return runtime.main(lambda lifecycle: service.run(config, lifecycle), keys)
     except Exception as error:  # noqa: BLE001  the process' border: every failure becomes a line and an exit code
         return _failed(role, error)

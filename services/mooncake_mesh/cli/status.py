@@ -72,6 +72,10 @@ def show(report: StatusReport, console: Console) -> None:
     for state in sorted(report.cluster.members, key=_sort_key):
         table.add_row(*_row(state))
     console.print(table)
+    for state in report.cluster.members:
+        if any(state.load.tenants):  # without names there is but one tenant, who has all that is in use
+            used = ", ".join(f"{tenant or '(none)'} {blocks}" for tenant, blocks in state.load.tenants.items())
+            console.print(f"blocks of tenants on {state.member.node_id}: {used}", highlight=False)
     facts = f"up {report.uptime_s:.0f} s, {report.placed_total} placed, {report.rejected_total} rejected"
     if report.healthy:
         console.print(f"[green]healthy[/green]: {facts}", highlight=False)

@@ -73,6 +73,7 @@ class Receiver:
         self._on_written = on_written
         self._opened: dict[TransferId, _Opened] = {}
         self._by_token: dict[bytes, _Opened] = {}
+        self._draining: dict[bytes, _Opened] = {}  # over with their jobs, and still being written
         self.changed = Bell()
         self.received_bytes = 0
         self.data_port = 0
@@ -88,8 +89,8 @@ class Receiver:
         if request.transfer_id in self._opened:
             raise SliceLost(f"transfer {request.transfer_id} has a sender already")
         transport, source = await self._choose(request)
-        if self._core.landing(request.transfer_id) is not landing:
-            raise SliceLost(f"transfer {request.transfer_id} has ended: {landing.failure}")
+        if self._core.landing(request.transfer_id) is not landing or request.transfer_id in self._opened:
+            raise SliceLost(f"transfer {request.transfer_id} has ended, or a sender: {landing.failure}")
         token = secrets.token_bytes(16)
         opened = _Opened(landing=landing, token=token, source=source)
         self._opened[request.transfer_id] = self._by_token[token] = opened
@@ -117,19 +118,26 @@ class Receiver:
             last_slice_s=landing.last_slice_s - landing.opened_s,
         )
 
-    def abort(self, transfer_id: TransferId, why: str) -> None:
-        """The sender has given up."""
-        landing = self._core.landing(transfer_id)
-        if landing is not None:
-            landing.fail(why)
-            self.changed.ring()
+    async def abort(self, transfer_id: TransferId, why: str) -> None:
+        """The sender has given up. Returns after the last write: its memory is read no more."""
+        self._core.give_up(transfer_id, why)
+        self.changed.ring()
+        opened = self._opened.get(transfer_id) or self._drained(transfer_id)
+        if opened is not None:
+            landing = opened.landing
+            await self.changed.until(lambda: True if landing.is_quiet else None)
 
     def forget(self, transfer_id: TransferId) -> None:
         """The landing has ended with its job; late slices find nothing."""
         opened = self._opened.pop(transfer_id, None)
         if opened is not None:
             del self._by_token[opened.token]
+            if not opened.landing.is_quiet:
+                self._draining[opened.token] = opened
         self.changed.ring()
+
+    def _drained(self, transfer_id: TransferId) -> _Opened | None:
+        return next((one for one in self._draining.values() if one.landing.transfer_id == transfer_id), None)
 
     # --- shared memory and RDMA ---------------------------------------------------------------------------------------
 
@@ -199,13 +207,7 @@ class Receiver:
         return opened.landing.admit([item.span for item in incoming], self._core.pool)
 
     def end(self, token: bytes, destinations: Sequence[Destination], error: TransferError | None) -> None:
-        opened = self._by_token.get(token)
-        if opened is None:  # the job ended while its slice was on the wire
-            for place in destinations:
-                self._core.pool.end_write(place.block)
-            self._on_written()
-            return
-        self._finish(opened, destinations, error)
+        self._finish(self._by_token.get(token) or self._draining[token], destinations, error)
 
     def _finish(self, opened: _Opened, destinations: Sequence[Destination], error: TransferError | None) -> None:
         if isinstance(error, LinkLost):
@@ -218,6 +220,8 @@ class Receiver:
             opened.landing.written(destinations, self._core.pool, monotonic())
             self.received_bytes += sum(place.size_bytes for place in destinations)
             self._core.settle(opened.landing)
+        if opened.landing.is_quiet:
+            self._draining.pop(opened.token, None)
         if opened.landing.state is not LandingState.OPEN:
             self.changed.ring()
         self._on_written()
