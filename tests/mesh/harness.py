@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Final, TypeVar
 
 from mooncake_mesh.cli.up import dies_with
+from mooncake_mesh.mesh.curve import MeshKeys
 from mooncake_proto.control import Health, Member, MemberState, Ping, Pong, StatusQuery, StatusReport
 from tests.mesh import clients
 from tests.mesh.clients import NoAnswer
@@ -79,6 +80,7 @@ class Mesh:
     alive: ClassVar[list["Mesh"]] = []
     fork_servers: ClassVar[dict[str, ForkServer]] = {}
     """By engine."""
+    keys: MeshKeys | None = None
 
     def __init__(
         self,
@@ -170,14 +172,14 @@ class Mesh:
 
     def status(self, *, timeout_s: float = 5.0) -> StatusReport:
         """The conductor's report. Raises NoAnswer."""
-        return clients.ask(self.conductor, StatusQuery(), StatusReport, timeout_s=timeout_s)
+        return clients.ask(self.conductor, StatusQuery(), StatusReport, timeout_s=timeout_s, keys=self.keys)
 
     def member(self, name: str) -> Member:
         """The instance as the conductor knows it."""
         return next(state.member for state in self.status().cluster.members if state.member.instance_id == name)
 
     def incarnation(self, name: str, *, timeout_s: float = 5.0) -> str:
-        return clients.ask(self.endpoint(name), Ping(), Pong, timeout_s=timeout_s).incarnation
+        return clients.ask(self.endpoint(name), Ping(), Pong, timeout_s=timeout_s, keys=self.keys).incarnation
 
     def wait_healthy(self, timeout_s: float = _READY_S) -> StatusReport:
         """Wait until every running process is known, alive and in its current life, and the gateway takes requests."""
@@ -272,6 +274,13 @@ class Mesh:
         child.killed.add(child.process.pid)
         child.process.kill()
         child.process.wait()
+
+    def restart(self, name: str, *flags: str) -> None:
+        """End a process and start it again with *flags* more, which win over the same ones given before."""
+        child = self._children[name]
+        self.kill(name)
+        child.flags.extend(flags)
+        self.start(name)
 
     def stop(self, name: str) -> None:
         """SIGSTOP: the process stalls with all its connections open."""
