@@ -1,8 +1,9 @@
 """What 100,000 transfers leave behind, and where the start of a 1 GiB arena spends its time: `python -m bench.soak`.
 
 Two messengers in processes of their own; this process plays the workers of both. Half of the transfers are puts (KV of
-a job into blocks reserved elsewhere), half are gets (sealed blocks by their keys). Descriptors and memory of each process
-are taken at rest after 10 %, 50 % and all of them. The arenas are written once before, so that their pages are there.
+a job into blocks reserved elsewhere), half are gets (sealed blocks by their keys). Descriptors and memory of each
+process are taken at rest after 10 %, 50 % and all of them. The arenas are written once before, so that their pages are
+there.
 """
 
 import argparse
