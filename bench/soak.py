@@ -20,7 +20,7 @@ import psutil
 import uvloop
 
 from bench.report import Report
-from bench.transfer_messengers import Node, fill, get, put
+from bench.transfer_nodes import Node, fill, get, put
 from mooncake_proto.control import Ping, Pong
 
 _TRANSFERS: Final = 100_000

@@ -1,7 +1,7 @@
 """What a messenger has once its arena is cut into blocks: the pool's core, transfers both ways, the SSD tier."""
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import replace
 from time import monotonic
 from typing import Final
@@ -40,6 +40,7 @@ log = structlog.get_logger(__name__)
 
 _FETCH_TIMEOUT_S: Final = 20.0
 _MOST_WORKERS: Final = 4096
+_TENANTS_REPORTED: Final = 32
 
 
 class CutArena:
@@ -80,6 +81,7 @@ class CutArena:
             blocks_free=pool.free_blocks,
             blocks_cached=pool.sealed_blocks,
             blocks_evictable=pool.evictable_blocks,
+            tenants=dict(Counter(pool.tenant_usage()).most_common(_TENANTS_REPORTED)),
             transferred_bytes=self.sender.sent_bytes,
             transports=",".join(sorted(self.sender.transports)),
         )
@@ -133,7 +135,12 @@ class CutArena:
             landing = core.open_fetch(transfer_id, request, keys, monotonic())
             receiver.changed.ring()
             push = PushBlocks(
-                transfer_id=transfer_id, target=self._endpoint, keys=join_keys(keys), deadline_s=_FETCH_TIMEOUT_S
+                transfer_id=transfer_id,
+                target=self._endpoint,
+                keys=join_keys(keys),
+                deadline_s=_FETCH_TIMEOUT_S,
+                job_id=request.job_id,
+                tenant=request.tenant,
             )
             pushing = await self._peers.get(request.fetch_from).call(push, Pushing, timeout_s=_FETCH_TIMEOUT_S)
             landing.shorten(pushing.n_blocks)

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Final
 
@@ -14,6 +14,7 @@ from mooncake_mesh.errors import MooncakeError, SliceLost, TransferError
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.sending import Outbound, OutgoingSlice
 from mooncake_mesh.messenger.transports.api import SealedSlice, SendPath, checksum
+from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
 from mooncake_mesh.messenger.transports.shm import ShmSendPath
 from mooncake_mesh.messenger.transports.tcp import tcp_connections
@@ -24,7 +25,7 @@ from mooncake_proto.transfer import AbortTransfer, ArenaInfo, OpenTransfer, Send
 
 log = structlog.get_logger(__name__)
 
-_BATCH_BYTES: Final = 4 << 20
+_BATCH_BYTES: Final = 8 << 20
 _BATCHES_UNDER_WAY: Final = 3
 _INLINE_BYTES: Final = 64 << 10
 _ACK_TIMEOUT_S: Final = 30.0
@@ -53,7 +54,7 @@ class Sender:
         me: ArenaInfo,
         peers: Phonebook,
         tasks: asyncio.TaskGroup,
-        threads: ThreadPoolExecutor,
+        crew: Crew,
         *,
         transport: TransportKind,
         checksums: ChecksumKind,
@@ -64,12 +65,12 @@ class Sender:
         self._me = me
         self._peers = peers
         self._tasks = tasks
-        self._threads = threads
+        self._crew = crew
         self._offered = ("shm", "tcp") if transport is TransportKind.AUTO else (transport.value,)
         self._checksums = checksums
         self._tcp_connections = tcp_connections
         self._rdma = rdma
-        self._tcp: dict[tuple[str, int], Connections] = {}
+        self._tcp: dict[tuple[str, int], tuple[bytes, Connections]] = {}
         self._sending: dict[TransferId, _Sending] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._aborting: set[asyncio.Task[None]] = set()
@@ -127,7 +128,7 @@ class Sender:
             await asyncio.wait(self._aborting, timeout=_LAST_WORDS_S)
         for task in self._aborting:
             task.cancel()
-        for connections in self._tcp.values():
+        for _, connections in self._tcp.values():
             connections.close()
 
     async def _run(self, sending: _Sending, deadline_s: float) -> None:
@@ -153,10 +154,18 @@ class Sender:
         self.transports.add(plan.transport)
         if plan.transport in (TransportKind.SHM.value, TransportKind.RDMA.value):
             return ShmSendPath(peer, transfer_id, name=plan.transport, timeout_s=_ACK_TIMEOUT_S)
-        address = (plan.tcp_host, plan.tcp_port)
-        if address not in self._tcp:
-            self._tcp[address] = tcp_connections(*address, self._tcp_connections)
-        return LinkPath(self._tcp[address], bytes.fromhex(plan.token), self._arena)
+        return LinkPath(self._connections_of(plan), bytes.fromhex(plan.token), self._arena)
+
+    def _connections_of(self, plan: TransferPlan) -> Connections:
+        """Those to the receiver's current life: another one on the same address has another secret."""
+        address, secret = (plan.tcp_host, plan.tcp_port), bytes.fromhex(plan.link_secret)
+        known_secret, connections = self._tcp.get(address, (None, None))
+        if connections is None or known_secret != secret:
+            if connections is not None:
+                connections.close()
+            connections = tcp_connections(*address, secret, self._tcp_connections)
+            self._tcp[address] = secret, connections
+        return connections
 
     async def _stream(self, sending: _Sending, path: SendPath) -> None:
         """A few batches are under way at a time: one is sealed while another travels. Raises TransferError."""
@@ -191,7 +200,7 @@ class Sender:
             return [SealedSlice(piece=piece, checksum=None) for piece in batch]
         if sum(piece.size_bytes for piece in batch) <= _INLINE_BYTES:
             return self._with_checksums(batch)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._with_checksums, batch)
+        return await self._crew.run(partial(self._with_checksums, batch))
 
     def _with_checksums(self, batch: Sequence[OutgoingSlice]) -> list[SealedSlice]:
         return [

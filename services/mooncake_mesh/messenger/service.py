@@ -12,13 +12,13 @@ TCP    other messengers        slices, where the transport is tcp
 
 import asyncio
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from mooncake_mesh.config import MessengerConfig, TransportKind
+from mooncake_mesh.config_tenants import tenant_quotas
 from mooncake_mesh.errors import (
     ConfigError,
     InvalidRequest,
@@ -37,6 +37,7 @@ from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.ssd import NodeSsd
 from mooncake_mesh.messenger.store.records import Namespace
+from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_mesh.messenger.transports.shm import SourceArenas
 from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
 from mooncake_proto.control import Load, Member, Ok, Ping, Pong, Role
@@ -82,7 +83,7 @@ class MessengerService:
         self._incarnation = new_incarnation()
         self._arena = Arena.create(config.arena_bytes)
         self._holder = Holder(instance_id=InstanceId(config.instance_id), incarnation=self._incarnation)
-        self._threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="copy")
+        self._crew = Crew(_COPY_THREADS)
         self._sources = SourceArenas(self._holder)
         self._peers = Phonebook(on_lost=self._peer_lost)
         self._conductor = RpcClient(config.conductor)
@@ -155,7 +156,7 @@ class MessengerService:
             self._rdma.close()
         self._peers.close()
         self._conductor.close()
-        self._threads.shutdown()
+        self._crew.close()
         await self._ssd.close()
         self._sources.close()
 
@@ -203,7 +204,8 @@ class MessengerService:
                 self._lifecycle.stop("ssd_dir refused")
             raise
         n_blocks = config.arena_bytes // block_bytes
-        core = MessengerCore(n_blocks=n_blocks, block_bytes=block_bytes, eviction=config.eviction)
+        quotas = tenant_quotas(config.tenant_quotas, n_blocks)
+        core = MessengerCore(n_blocks=n_blocks, block_bytes=block_bytes, eviction=config.eviction, quotas=quotas)
         info = self._info(core)
         view = self._arena.view
         cut = CutArena(
@@ -220,20 +222,20 @@ class MessengerService:
             view,
             info,
             self._sources,
-            self._threads,
+            self._crew,
             transport=config.transport,
             data_host=config.data_host,
             rdma=self._rdma,
             on_written=cut.pool_changed,
         )
-        self._listener = TcpListener(config.data_host, config.data_port, view, receiver)
+        self._listener = TcpListener(config.data_host, config.data_port, view, receiver, secret=receiver.link_secret)
         receiver.data_host, receiver.data_port = config.advertised_data(self._listener.port)
         cut.sender = Sender(
             view,
             info,
             self._peers,
             self._tasks,
-            self._threads,
+            self._crew,
             transport=config.transport,
             checksums=config.checksum,
             tcp_connections=config.tcp_connections,
@@ -254,7 +256,7 @@ class MessengerService:
             self._config.rdma,
             self._arena.view,
             self._peers,
-            self._threads,
+            self._crew,
             incarnation=self._incarnation,
             endpoint=self._server.endpoint,
         )
