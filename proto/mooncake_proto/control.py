@@ -59,6 +59,7 @@ class Member:
 class Load:
     """What an instance reports with each beat; fields that do not apply to a role stay 0.
 
+    ``pages`` says what a messenger's arena is made of: hugetlb, transparent or small.
     ``ssd_blocks`` of ``ssd_slots`` are held on SSD; ``ssd_faults`` counts what the disk lost or refused.
 
     Prefill: ``queued_prompts`` are the (uncached, cached) tokens of every job not computed yet, oldest first; the
@@ -83,6 +84,7 @@ class Load:
     ssd_faults: Natural = 0
     transferred_bytes: Natural = 0
     transports: str = ""
+    pages: str = ""
     draining: bool = False
     queued_prompts: tuple[tuple[Natural, Natural], ...] = ()
     prefill_elapsed_s: float = 0.0
