@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mooncake_mesh.config import MessengerConfig, TransportKind
+from mooncake_mesh.config_tenants import tenant_quotas
 from mooncake_mesh.errors import (
     ConfigError,
     InvalidRequest,
@@ -86,7 +87,7 @@ class MessengerService:
         self._holder = Holder(instance_id=InstanceId(config.instance_id), incarnation=self._incarnation)
         self._crew = Crew(_COPY_THREADS)
         self._sources = SourceArenas(self._holder)
-        self._peers = Phonebook()
+        self._peers = Phonebook(on_lost=self._peer_lost)
         self._conductor = RpcClient(config.conductor)
         self._publisher = KvPublisher(self._conductor, NodeId(config.node_id), self._incarnation)
         self._membership: Membership | None = None
@@ -207,7 +208,8 @@ class MessengerService:
                 self._lifecycle.stop("ssd_dir refused")
             raise
         n_blocks = config.arena_bytes // block_bytes
-        core = MessengerCore(n_blocks=n_blocks, block_bytes=block_bytes, eviction=config.eviction)
+        quotas = tenant_quotas(config.tenant_quotas, n_blocks)
+        core = MessengerCore(n_blocks=n_blocks, block_bytes=block_bytes, eviction=config.eviction, quotas=quotas)
         info = self._info(core)
         view = self._arena.view
         cut = CutArena(
@@ -230,7 +232,7 @@ class MessengerService:
             rdma=self._rdma,
             on_written=cut.pool_changed,
         )
-        self._listener = TcpListener(config.data_host, config.data_port, view, receiver)
+        self._listener = TcpListener(config.data_host, config.data_port, view, receiver, secret=receiver.link_secret)
         receiver.data_host, receiver.data_port = config.advertised_data(self._listener.port)
         cut.sender = Sender(
             view,
@@ -277,6 +279,10 @@ class MessengerService:
         if self._cut is not None:
             self._cut.worker_gone(holder)
 
+    def _peer_lost(self, endpoint: str) -> None:
+        if self._cut is not None:
+            self._cut.peer_lost(endpoint)
+
     # --- what needs the pool ------------------------------------------------------------------------------------------
 
     def _ready(self) -> CutArena:
@@ -318,8 +324,8 @@ class MessengerService:
     async def _slice_offer(self, offer: SliceOffer, _: Caller) -> SliceAck:
         return await self._ready().receiver.take_offer(offer)
 
-    def _abort_transfer(self, request: AbortTransfer, _: Caller) -> Ok:
-        self._ready().receiver.abort(request.transfer_id, request.reason)
+    async def _abort_transfer(self, request: AbortTransfer, _: Caller) -> Ok:
+        await self._ready().receiver.abort(request.transfer_id, request.reason)
         return Ok()
 
     async def _push_blocks(self, request: PushBlocks, _: Caller) -> Pushing:

@@ -23,7 +23,7 @@ import structlog
 from mooncake_mesh.errors import MeshError
 from mooncake_mesh.messenger.transports import frames
 from mooncake_mesh.messenger.transports.api import Landings, LinkLost
-from mooncake_mesh.messenger.transports.door import Door
+from mooncake_mesh.messenger.transports.door import Door, Hear
 from mooncake_mesh.messenger.transports.frames import Carriage, FrameError, Hello, Kind
 from mooncake_mesh.messenger.transports.inbound import InboundLink
 from mooncake_mesh.messenger.transports.inbound_frame import InboundFrame
@@ -76,7 +76,7 @@ class ShmListener:
         self._landings = landings
         self._loop = asyncio.get_running_loop()
         self._links = LinkTable()
-        self._door = Door("shm", listener, self._links, self._hear, admits=_is_of_this_user)
+        self._door = Door("shm", listener, self._links, self._meet)
 
     @property
     def n_connections(self) -> int:
@@ -87,8 +87,12 @@ class ShmListener:
         self.path.unlink(missing_ok=True)
         await self._door.close()
 
+    def _meet(self, connection: socket.socket) -> Hear:
+        if _peer_uid(connection) != os.getuid():
+            raise FrameError("of another user")
+        return self._hear
+
     def _hear(self, connection: socket.socket) -> Callable[[], None]:
-        """As :data:`Hear`."""
         data, fds, _, _ = socket.recv_fds(connection, frames.HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
         try:
             if len(data) < frames.HELLO.size or len(fds) != 1:
@@ -149,7 +153,7 @@ def _map_read_only(fd: int) -> mmap.mmap:
     return mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
 
 
-def _is_of_this_user(connection: socket.socket) -> bool:
+def _peer_uid(connection: socket.socket) -> int:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", credentials)[1]
-    return uid == os.getuid()
+    return uid

@@ -9,9 +9,9 @@ from typing import Final
 import structlog
 
 from mooncake_mesh.errors import MeshError, SliceLost
-from mooncake_mesh.messenger.transports import frames
+from mooncake_mesh.messenger.transports import frames, link_auth
 from mooncake_mesh.messenger.transports.api import Landings
-from mooncake_mesh.messenger.transports.door import Door
+from mooncake_mesh.messenger.transports.door import Door, Hear
 from mooncake_mesh.messenger.transports.frames import Carriage, FrameError, Hello, Kind
 from mooncake_mesh.messenger.transports.inbound import InboundLink
 from mooncake_mesh.messenger.transports.inbound_frame import InboundFrame
@@ -25,19 +25,23 @@ _SCRATCH_BYTES: Final = 64 << 10
 
 
 class TcpListener:
-    """Accepts links and lands their frames in *memory*. ``port`` is the one really bound. Create on the loop."""
+    """Accepts links and lands their frames in *memory*. ``port`` is the one really bound. Create on the loop.
 
-    def __init__(self, host: str, port: int, memory: memoryview, landings: Landings) -> None:
+    Only who knows *secret* may open a link (link_auth.py). Who does not is logged, within bounds.
+    """
+
+    def __init__(self, host: str, port: int, memory: memoryview, landings: Landings, *, secret: bytes) -> None:
         try:
             listener = socket.create_server((host, port), backlog=64)
         except OSError as error:
             raise MeshError(f"cannot listen on {host}:{port}: {error}") from error
         self.port: int = listener.getsockname()[1]
+        self._secret = secret
         self._memory = memory
         self._landings = landings
         self._loop = asyncio.get_running_loop()
         self._links = LinkTable()
-        self._door = Door("tcp", listener, self._links, self._hear)
+        self._door = Door("tcp", listener, self._links, self._meet)
 
     @property
     def n_connections(self) -> int:
@@ -47,30 +51,32 @@ class TcpListener:
         """End all links. Returns when no thread writes to the memory any more."""
         await self._door.close()
 
-    def _hear(self, connection: socket.socket) -> Callable[[], None]:
-        """As :data:`Hear`. A hello is small and comes whole, so half a one is not waited for."""
-        data = connection.recv(frames.HELLO.size)
-        if len(data) < frames.HELLO.size:
-            raise FrameError("closed or cut short before the hello")
-        hello = frames.unpack_hello(data)
+    def _meet(self, connection: socket.socket) -> Hear:
+        challenge = link_auth.Challenge(self._secret)
+        connection.send(challenge.data)
+        return partial(self._hear, challenge)
+
+    def _hear(self, challenge: link_auth.Challenge, connection: socket.socket) -> Callable[[], None]:
+        """A hello is small and comes whole, so half a one is not waited for."""
+        hello, welcome = challenge.check(connection.recv(link_auth.HELLO_BYTES))
         if hello.kind is Kind.CONTROL:
-            return partial(self._introduce, connection, hello)
+            return partial(self._introduce, connection, hello, welcome)
         link = self._links.get(hello.sender)
         if link is None or link.hello.epoch != hello.epoch:
             raise FrameError("a lane of no link")
-        return partial(self._welcome, connection, link, hello)
+        return partial(self._welcome, connection, link, hello, welcome)
 
-    def _introduce(self, connection: socket.socket, hello: Hello) -> None:
+    def _introduce(self, connection: socket.socket, hello: Hello, welcome: bytes) -> None:
         def make(after: "asyncio.Future[None] | None") -> InboundLink:
             return InboundLink(hello, self._memory, self._landings, self._loop, Carriage.LANES, after)
 
         link = self._links.introduce(hello.sender, make)
-        link.when_former_ended(lambda: self._welcome(connection, link, hello))
+        link.when_former_ended(lambda: self._welcome(connection, link, hello, welcome))
 
-    def _welcome(self, connection: socket.socket, link: InboundLink, hello: Hello) -> None:
+    def _welcome(self, connection: socket.socket, link: InboundLink, hello: Hello, welcome: bytes) -> None:
         try:
             tune(connection, timeout_s=_STALL_TIMEOUT_S)
-            connection.send(frames.WELCOME)
+            connection.send(welcome)
             if hello.kind is Kind.LANE:
                 link.add_lane(hello.lane, TcpLane(connection))
             else:
