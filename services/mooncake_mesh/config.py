@@ -334,6 +334,7 @@ class UpConfig:
     prefill: Annotated[int, "prefill instances"] = 1
     decode: Annotated[int, "decode instances"] = 1
     arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
+    pages: Annotated[PagesKind, "pages of that memory: hugetlb, transparent, small or auto"] = PagesKind.AUTO
     ssd_dir: Annotated[Path | None, "folder with one folder of each node for blocks that leave the arena"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, for each of the two nodes"] = 8 * GiB
     transport: Annotated[TransportKind, "how KV moves between the nodes: auto, shm, tcp or rdma"] = TransportKind.AUTO
