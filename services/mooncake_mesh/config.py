@@ -71,6 +71,18 @@ class TransportKind(enum.Enum):
     RDMA = "rdma"
 
 
+class PagesKind(enum.Enum):
+    """What an arena is made of: reserved 2 MiB pages, ones that the kernel finds when it can, or ordinary ones.
+
+    ``auto`` takes the best there is. What is asked for by name is had, or the messenger does not start.
+    """
+
+    AUTO = "auto"
+    HUGETLB = "hugetlb"
+    TRANSPARENT = "transparent"
+    SMALL = "small"
+
+
 class ChecksumKind(enum.Enum):
     XXH3 = "xxh3"
     NONE = "none"
@@ -196,6 +208,9 @@ class MessengerConfig:
         default_factory=default_run_dir
     )
     arena_bytes: Annotated[int, "memory for KVCache blocks"] = 1 * GiB
+    pages: Annotated[PagesKind, "its pages: hugetlb, transparent, small, or auto: the first of them that there is"] = (
+        PagesKind.AUTO
+    )
     eviction: Annotated[EvictionKind, "which unused block goes first when room is needed"] = EvictionKind.LRU
     ssd_dir: Annotated[Path | None, "folder that keeps blocks for which the arena has no room; none: they go"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, taken at once"] = 8 * GiB
@@ -319,6 +334,7 @@ class UpConfig:
     prefill: Annotated[int, "prefill instances"] = 1
     decode: Annotated[int, "decode instances"] = 1
     arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
+    pages: Annotated[PagesKind, "pages of that memory: hugetlb, transparent, small or auto"] = PagesKind.AUTO
     ssd_dir: Annotated[Path | None, "folder with one folder of each node for blocks that leave the arena"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, for each of the two nodes"] = 8 * GiB
     transport: Annotated[TransportKind, "how KV moves between the nodes: auto, shm, tcp or rdma"] = TransportKind.AUTO
@@ -383,6 +399,7 @@ class DoctorConfig:
 
     transport: Annotated[TransportKind, "transport that must work: auto, shm, tcp or rdma"] = TransportKind.AUTO
     arena_bytes: Annotated[int, "memory for KVCache blocks that the messenger will have"] = 1 * GiB
+    pages: Annotated[PagesKind, "pages that it must consist of: hugetlb, transparent, small or auto"] = PagesKind.AUTO
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
     json: Annotated[bool, "print the findings as one JSON list"] = False
 

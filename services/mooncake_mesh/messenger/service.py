@@ -12,6 +12,7 @@ TCP    other messengers        slices, where the transport is tcp
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +26,8 @@ from mooncake_mesh.errors import (
     NoFreeBlocks,
     TransferError,
 )
-from mooncake_mesh.mesh.arena import Arena, ArenaServer, Holder
+from mooncake_mesh.mesh.arena import ArenaServer, Holder
+from mooncake_mesh.mesh.arena_memory import Arena
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
@@ -81,7 +83,7 @@ class MessengerService:
         self._config = config
         self._tasks = tasks
         self._incarnation = new_incarnation()
-        self._arena = Arena.create(config.arena_bytes)
+        self._arena = Arena.create(config.arena_bytes, config.pages)
         self._holder = Holder(instance_id=InstanceId(config.instance_id), incarnation=self._incarnation)
         self._crew = Crew(_COPY_THREADS)
         self._sources = SourceArenas(self._holder)
@@ -137,7 +139,9 @@ class MessengerService:
         ]
         if self._config.transport is TransportKind.RDMA:
             self._rdma = self._open_rdma()
-        lifecycle.ready(endpoint=self._server.endpoint, arena_bytes=self._config.arena_bytes)
+        lifecycle.ready(
+            endpoint=self._server.endpoint, arena_bytes=self._config.arena_bytes, pages=self._arena.pages.value
+        )
         await lifecycle.stopping.wait()
         await membership.leave()
         for task in background:
@@ -166,7 +170,7 @@ class MessengerService:
         self._publisher.restart()
 
     def _load(self) -> Load:
-        return Load() if self._cut is None else self._cut.load()
+        return replace(Load() if self._cut is None else self._cut.load(), pages=self._arena.pages.value)
 
     def _ping(self, _: Ping, __: Caller) -> Pong:
         return Pong(
