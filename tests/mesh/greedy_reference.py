@@ -27,7 +27,7 @@ _QUESTIONS: Final = (
 
 
 class GreedyReference:
-    """The model in *folder*, float32. ``picks`` takes one pass over an answer that is there, ``generate`` one a token."""
+    """The model in *folder*, float32. ``picks`` takes one pass over a whole answer, ``generate`` one a token."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
