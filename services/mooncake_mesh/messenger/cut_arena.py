@@ -17,6 +17,7 @@ from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.publisher import KvPublisher
+from mooncake_mesh.messenger.read_ahead import AheadReader
 from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.ssd import NodeSsd
@@ -30,6 +31,7 @@ from mooncake_proto.transfer import (
     Grown,
     PushBlocks,
     Pushing,
+    ReadAhead,
     Seal,
     SendReport,
     SliceReady,
@@ -70,6 +72,7 @@ class CutArena:
         self._me = me
         self._endpoint = endpoint
         self._room = Bell()
+        self._ahead = AheadReader(core, ssd, tasks, me=me, end_job=self.end_job)
         self._gone: OrderedDict[Incarnation, None] = OrderedDict()
 
     def load(self) -> Load:
@@ -104,8 +107,11 @@ class CutArena:
             result = core.acquire(request, monotonic())
             return None if isinstance(result, NoRoom) else result
 
+        if request.landing is None:
+            await self._ahead.join(core.readable_prefix(request), request.job_id)
         await self._ssd.make_room(core, request)
         acquired = await self._room.until(attempt)
+        self._ahead.end(request.job_id)
         self._publish()
         if request.landing is None:
             return await self._ssd.promoted(core, request, acquired)
@@ -168,10 +174,15 @@ class CutArena:
             self.end_job(job_id, f"{holder.instance_id} is gone")
         self._room.ring()
 
+    def read_ahead(self, order: ReadAhead) -> None:
+        """A request was placed whose prefix is on this node's SSD."""
+        self._ahead.announce(order)
+
     def end_job(self, job_id: JobId, why: str) -> None:
         for transfer_id in self.core.release(job_id, why):
             self.sender.forget(transfer_id)
             self.receiver.forget(transfer_id)
+        self._ahead.end(job_id)
         self.pool_changed()
 
     def pool_changed(self) -> None:
@@ -200,14 +211,17 @@ class CutArena:
 
     async def push_blocks(self, request: PushBlocks) -> Pushing:
         core, sender = self.core, self.sender
-        promotion = JobId(f"promote-{uuid4().hex}")
+        promotion, keys = JobId(f"promote-{uuid4().hex}"), list(split_keys(request.keys))
+        await self._ahead.join(keys, request.job_id)
         try:
-            target = core.open_promotion(promotion, request, self._me.instance_id, self._me.incarnation)
+            target = core.open_promotion(promotion, keys, request.tenant, self._me.instance_id, self._me.incarnation)
             if target is not None:
                 await self._ssd.read(target)
             outbound = core.start_push(request, self._me.instance_id, self._me.incarnation)
         finally:
             self.end_job(promotion, "the prefix is in the arena")
+            if request.job_id is not None:
+                self._ahead.end(request.job_id)
         n_blocks = outbound.n_blocks
         if n_blocks == 0:
             self.end_job(outbound.job_id, "nothing to push")
@@ -228,6 +242,7 @@ class CutArena:
 
     async def close(self) -> None:
         """End all jobs; senders have told their receivers when this returns."""
+        await self._ahead.close()
         for job_id in self.core.all_jobs():
             self.end_job(job_id, "the messenger stops")
         await self.sender.close()

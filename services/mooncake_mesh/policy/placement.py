@@ -62,6 +62,9 @@ def place(
         fetch_prefix_blocks=first.fetch_blocks,
         ttft_est_s=first.ttft_s,
         tbt_est_s=tbt_s,
+        read_node=first.read_node,
+        read_blocks=first.read_blocks,
+        read_limit_blocks=first.read_limit_blocks,
     )
     return admission_refusal(request, placed, cluster, cost, objectives, scheduling.admission) or placed
 
