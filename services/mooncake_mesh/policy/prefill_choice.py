@@ -212,23 +212,35 @@ def sources(cluster: ClusterView, estimates: Estimates) -> tuple[Source, ...]:
     Among replicas that is the one which can send first, and of equals the first by id. A node that would have to read
     part of its prefix is there twice: with that part and without.
     """
-    waits = cluster.egress_wait_s
-    by_blocks: dict[int, tuple[float, NodeId, int, float]] = {}
-    for node, blocks in estimates.local.items():
-        wait_s, arena = waits.get(node, 0.0), estimates.arena[node]
-        known = by_blocks.get(arena)
-        if known is None or (wait_s, node) < (known[0] + known[3], known[1]):
-            by_blocks[arena] = (wait_s, node, 0, 0.0)
-        if blocks > arena:
-            read_s = estimates.read_s(node, blocks - arena)
-            known = by_blocks.get(blocks)
-            if known is None or (wait_s + read_s, node) < (known[0] + known[3], known[1]):
-                by_blocks[blocks] = (wait_s, node, blocks - arena, read_s)
+    waits, arena_blocks = cluster.egress_wait_s, estimates.arena
+    by_blocks: dict[int, tuple[float, NodeId, float, float, int]] = {}  # ready_s, node, wait_s, read_s, read_blocks
+    for node, held in estimates.local.items():
+        wait_s, blocks = waits.get(node, 0.0), arena_blocks[node]
+        candidate = (wait_s, node, wait_s, 0.0, 0)
+        known = by_blocks.get(blocks)
+        if known is None or candidate < known:
+            by_blocks[blocks] = candidate
+        if held > blocks:
+            read_s = estimates.read_s(node, held - blocks)
+            candidate = (wait_s + read_s, node, wait_s, read_s, held - blocks)
+            known = by_blocks.get(held)
+            if known is None or candidate < known:
+                by_blocks[held] = candidate
     found: list[Source] = []
+    to_read: list[Source] = []
+    soonest_s = inf  # of those found that need not read
     for blocks in sorted(by_blocks, reverse=True):
-        wait_s, node, read_blocks, read_s = by_blocks[blocks]
-        if blocks > 0 and not any(longer.wait_s <= wait_s and longer.read_s <= read_s for longer in found):
-            found.append(Source(node=node, blocks=blocks, wait_s=wait_s, read_blocks=read_blocks, read_s=read_s))
+        _, node, wait_s, read_s, read_blocks = by_blocks[blocks]
+        if not blocks or wait_s >= soonest_s:
+            continue
+        if to_read and any(longer.wait_s <= wait_s and longer.read_s <= read_s for longer in to_read):
+            continue
+        source = Source(node=node, blocks=blocks, wait_s=wait_s, read_blocks=read_blocks, read_s=read_s)
+        found.append(source)
+        if read_blocks:
+            to_read.append(source)
+        else:
+            soonest_s = wait_s
     return tuple(found)
 
 
@@ -237,18 +249,23 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
     best: tuple[float, str] | None = None
     choice: tuple[InstanceView, Source | None] | None = None
     arena_blocks, now_s, latest_s = estimates.arena, estimates.now_s, inf
+    is_tiered = arena_blocks is not estimates.local
     for instance in able:
         if instance.busy_until_s > latest_s:
             continue  # its queue alone takes longer than the best way
-        ttft_s, _ = estimates.local_way(instance)
-        arena = arena_blocks.get(instance.node_id, 0)
+        arena, queue_s = arena_blocks.get(instance.node_id, 0), max(0.0, instance.busy_until_s - now_s)
+        if is_tiered:
+            ttft_s, _ = estimates.local_way(instance)
+        else:
+            ttft_s = queue_s + instance.factor * estimates.prefill_s(arena)
         from_source: Source | None = None
         for source in frontier:
             if source.blocks <= arena:
                 break
             if source.node == instance.node_id:
                 continue  # reading it is a local way
-            fetched_s = estimates.fetched_s(instance, source)
+            fetched_s = max(queue_s, source.read_s) + source.wait_s + estimates.copy_s(source.blocks - arena)
+            fetched_s += instance.factor * estimates.prefill_s(source.blocks)
             if fetched_s < ttft_s:
                 ttft_s, from_source = fetched_s, source
         if best is None or (ttft_s, instance.instance_id) < best:
