@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mooncake_mesh.conductor.orders import Orders
+from mooncake_mesh.conductor.replicator import Replicator
 from mooncake_mesh.conductor.roster import WORKERS, PlacedWork, Roster
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.kv.event_stream import FeedRefused, NodeFeed
@@ -17,12 +18,13 @@ from mooncake_mesh.policy.cost_model import CostModel
 from mooncake_mesh.policy.decisions import Placed, Refused
 from mooncake_mesh.policy.draws import draw
 from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling, place
+from mooncake_mesh.policy.replication import Replica
 from mooncake_mesh.policy.views import Objectives, RequestShape
 from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, ModelCard, Role, StatusReport
 from mooncake_proto.ids import BLOCK_KEY_BYTES, Incarnation, InstanceId, NodeId
 from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
 from mooncake_proto.serving import Placement, Rejected, Schedule, WorkerRef
-from mooncake_proto.transfer import ReadAhead
+from mooncake_proto.transfer import ReadAhead, Replicate
 
 _LEAST_KEEP_S: Final = 5.0
 _KEEP_PER_TTFT: Final = 2.0
@@ -67,6 +69,8 @@ class ConductorCore:
         self._feeds: dict[NodeId, NodeFeed] = {}
         self._roster = Roster(peers=peers, cost=cost, objectives=objectives)
         self._cards: dict[str, ModelCard] | None = None
+        share = scheduling.replication_share
+        self._replicator = Replicator(cost, share) if share > 0 else None
         self.orders = Orders()
         self.placed_total = 0
         self.rejected_total = 0
@@ -178,7 +182,17 @@ class ConductorCore:
         self.placed_total += 1
         self._roster.placed(_work(shape, placed), now_s)
         self._announce(request, placed)
+        copy = self._replicator.placed(shape, request.keys, placed, view) if self._replicator is not None else None
+        if copy is not None:
+            self._replicate(copy, request, shape, now_s)
         return self._placement(request, placed)
+
+    def _replicate(self, copy: Replica, request: Schedule, shape: RequestShape, now_s: float) -> None:
+        source, target = self._messenger(copy.source), self._messenger(copy.target)
+        if source and target:
+            keys = request.keys[: copy.blocks * BLOCK_KEY_BYTES]
+            self._roster.copying(copy.source, copy.blocks * shape.block_bytes, now_s)
+            self.orders.add(target, Replicate(keys=keys, source=source, tenant=request.tenant))
 
     def _announce(self, request: Schedule, placed: Placed) -> None:
         """Have the disk read now what the request will want from it once its turn has come."""

@@ -214,6 +214,7 @@ def _scheduling(config: ConductorConfig) -> Scheduling:
     return Scheduling(
         placement=config.placement,
         threshold=config.kvcache_balancing_threshold,
+        replication_share=config.replication_share,
         admission=Admission(kind=config.admission, decode_s=config.decode_s, wip_limit=config.wip_limit),
     )
 

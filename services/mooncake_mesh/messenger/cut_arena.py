@@ -22,7 +22,7 @@ from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.ssd import NodeSsd
 from mooncake_proto.control import Load
-from mooncake_proto.ids import Incarnation, JobId, TransferId
+from mooncake_proto.ids import BLOCK_KEY_BYTES, Incarnation, JobId, TransferId
 from mooncake_proto.transfer import (
     Acquire,
     Acquired,
@@ -32,6 +32,7 @@ from mooncake_proto.transfer import (
     PushBlocks,
     Pushing,
     ReadAhead,
+    Replicate,
     Seal,
     SendReport,
     SliceReady,
@@ -72,6 +73,7 @@ class CutArena:
         self._me = me
         self._endpoint = endpoint
         self._room = Bell()
+        self._replicating: asyncio.Task[None] | None = None
         self._ahead = AheadReader(core, ssd, tasks, me=me, end_job=self.end_job)
         self._gone: OrderedDict[Incarnation, None] = OrderedDict()
 
@@ -117,6 +119,25 @@ class CutArena:
             return await self._ssd.promoted(core, request, acquired)
         receiver.changed.ring()
         return replace(acquired, landed=await receiver.landed(request.landing))
+
+    def replicate(self, order: Replicate) -> None:
+        """Copy a hot prefix in the background, one at a time."""
+        if self._replicating is not None and not self._replicating.done():
+            log.info("replica_declined", source=order.source)
+            return
+        n_blocks = len(order.keys) // BLOCK_KEY_BYTES
+        request = Acquire(
+            job_id=JobId(f"replica-{uuid4().hex}"),
+            instance_id=self._me.instance_id,
+            incarnation=self._me.incarnation,
+            keys=order.keys,
+            n_blocks=n_blocks,
+            max_cached_blocks=n_blocks,
+            fetch_from=order.source,
+            fetch_blocks=n_blocks,
+            tenant=order.tenant,
+        )
+        self._replicating = self._tasks.create_task(self._fetch_prefix(request))
 
     async def _fetch_prefix(self, request: Acquire) -> None:
         """Copy missing prefix blocks from another node. Whatever goes wrong, the job computes them instead."""
@@ -243,6 +264,9 @@ class CutArena:
     async def close(self) -> None:
         """End all jobs; senders have told their receivers when this returns."""
         await self._ahead.close()
+        if self._replicating is not None:
+            self._replicating.cancel()
+            await asyncio.gather(self._replicating, return_exceptions=True)
         for job_id in self.core.all_jobs():
             self.end_job(job_id, "the messenger stops")
         await self.sender.close()

@@ -5,7 +5,7 @@ socket who connects            what flows
 ====== ======================= =========================================================
 ROUTER workers of this node    Attach, Acquire, Grow, Seal, Release, StartSend …
 ROUTER other messengers        OpenTransfer, SliceOffer, ConnectQp, AbortTransfer, PushBlocks
-ROUTER conductor               ReadAhead
+ROUTER conductor               ReadAhead, Replicate
 Unix   workers, messengers     the arena's descriptor; open for the life of the process
 TCP    other messengers        slices, where the transport is tcp
 ====== ======================= =========================================================
@@ -58,6 +58,7 @@ from mooncake_proto.transfer import (
     Pushing,
     ReadAhead,
     Release,
+    Replicate,
     Seal,
     SendReport,
     SliceAck,
@@ -120,6 +121,7 @@ class MessengerService:
             AbortTransfer: self._abort_transfer,
             PushBlocks: self._push_blocks,
             ReadAhead: self._read_ahead,
+            Replicate: self._replicate,
         }
 
     async def run(self, lifecycle: Lifecycle) -> None:
@@ -326,6 +328,10 @@ class MessengerService:
     def _read_ahead(self, order: ReadAhead, _: Caller) -> None:
         if self._cut is not None:
             self._cut.read_ahead(order)
+
+    def _replicate(self, order: Replicate, _: Caller) -> None:
+        if self._cut is not None:
+            self._cut.replicate(order)
 
     async def _push_blocks(self, request: PushBlocks, _: Caller) -> Pushing:
         return await self._ready().push_blocks(request)
