@@ -131,6 +131,9 @@ class ConductorConfig:
     kvcache_balancing_threshold: Annotated[
         float, "kvcache_centric copies a prefix that is longer than the local one by more than this factor"
     ] = 2.0
+    replication_share: Annotated[
+        float, "share of each node's link for copies of hot prefixes ahead of need; 0 makes none"
+    ] = 0.1
     admission: Annotated[
         AdmissionKind, "what requests are refused for in an overload: baseline, early, predictive or hold"
     ] = AdmissionKind.EARLY
@@ -152,6 +155,9 @@ class ConductorConfig:
         above_zero(self, "heartbeat_s", "suspect_after_s", "dead_after_s", "ttft_slo_s", "tbt_slo_s")
         at_least(self, 1, "index_max_blocks")
         at_least(self, 1.0, "kvcache_balancing_threshold")
+        at_least(self, 0.0, "replication_share")
+        if self.replication_share > 1.0:
+            raise ValueError(f"replication_share: must be at most 1, got {self.replication_share}")
         for name in ("wip_limit", "decode_s"):
             if getattr(self, name) is not None:
                 above_zero(self, name)
