@@ -8,13 +8,13 @@ An address that other machines reach is bound only with ``keys``, or where ``all
 docs/security.md.
 """
 
-import enum
 import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
+from mooncake_mesh import config_kinds
 from mooncake_mesh.config_checks import (
     above_zero,
     at_least,
@@ -37,44 +37,13 @@ MiB: Final = 1 << 20
 GiB: Final = 1 << 30
 
 
-class LogLevel(enum.Enum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class LogFormat(enum.Enum):
-    CONSOLE = "console"
-    JSON = "json"
-
-
-class EngineKind(enum.Enum):
-    """Who computes: a real model, or the fake engine (deterministic tokens, configurable delays, no torch)."""
-
-    TRANSFORMERS = "transformers"
-    FAKE = "fake"
-
-
-class FakeOutput(enum.Enum):
-    """What the fake engine says: tokens that depend on the KV it reads, or the bytes of a fixed UTF-8 text."""
-
-    HASH = "hash"
-    UTF8 = "utf8"
-
-
-class TransportKind(enum.Enum):
-    """How KV leaves a node. ``auto`` takes shared memory between processes of one host, else TCP; RDMA only by name."""
-
-    AUTO = "auto"
-    SHM = "shm"
-    TCP = "tcp"
-    RDMA = "rdma"
-
-
-class ChecksumKind(enum.Enum):
-    XXH3 = "xxh3"
-    NONE = "none"
+ChecksumKind = config_kinds.ChecksumKind
+EngineKind = config_kinds.EngineKind
+FakeOutput = config_kinds.FakeOutput
+LogFormat = config_kinds.LogFormat
+LogLevel = config_kinds.LogLevel
+PagesKind = config_kinds.PagesKind
+TransportKind = config_kinds.TransportKind
 
 
 def default_run_dir() -> Path:
@@ -126,6 +95,9 @@ class ConductorConfig:
     kvcache_balancing_threshold: Annotated[
         float, "kvcache_centric copies a prefix that is longer than the local one by more than this factor"
     ] = 2.0
+    replication_share: Annotated[
+        float, "share of each node's link for copies of hot prefixes ahead of need; 0 makes none"
+    ] = 0.1
     admission: Annotated[
         AdmissionKind, "what requests are refused for in an overload: baseline, early, predictive or hold"
     ] = AdmissionKind.EARLY
@@ -147,6 +119,9 @@ class ConductorConfig:
         above_zero(self, "heartbeat_s", "suspect_after_s", "dead_after_s", "ttft_slo_s", "tbt_slo_s")
         at_least(self, 1, "index_max_blocks")
         at_least(self, 1.0, "kvcache_balancing_threshold")
+        at_least(self, 0.0, "replication_share")
+        if self.replication_share > 1.0:
+            raise ValueError(f"replication_share: must be at most 1, got {self.replication_share}")
         for name in ("wip_limit", "decode_s", "ttft_slo_factor", "tbt_slo_factor"):
             if getattr(self, name) is not None:
                 above_zero(self, name)
@@ -203,6 +178,9 @@ class MessengerConfig:
         default_factory=default_run_dir
     )
     arena_bytes: Annotated[int, "memory for KVCache blocks"] = 1 * GiB
+    pages: Annotated[PagesKind, "its pages: hugetlb, transparent, small, or auto: the first of them that there is"] = (
+        PagesKind.AUTO
+    )
     eviction: Annotated[EvictionKind, "which unused block goes first when room is needed"] = EvictionKind.LRU
     ssd_dir: Annotated[Path | None, "folder that keeps blocks for which the arena has no room; none: they go"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, taken at once"] = 8 * GiB
@@ -331,6 +309,7 @@ class UpConfig:
     prefill: Annotated[int, "prefill instances"] = 1
     decode: Annotated[int, "decode instances"] = 1
     arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
+    pages: Annotated[PagesKind, "pages of that memory: hugetlb, transparent, small or auto"] = PagesKind.AUTO
     ssd_dir: Annotated[Path | None, "folder with one folder of each node for blocks that leave the arena"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, for each of the two nodes"] = 8 * GiB
     transport: Annotated[TransportKind, "how KV moves between the nodes: auto, shm, tcp or rdma"] = TransportKind.AUTO
@@ -359,6 +338,7 @@ class DoctorConfig:
 
     transport: Annotated[TransportKind, "transport that must work: auto, shm, tcp or rdma"] = TransportKind.AUTO
     arena_bytes: Annotated[int, "memory for KVCache blocks that the messenger will have"] = 1 * GiB
+    pages: Annotated[PagesKind, "pages that it must consist of: hugetlb, transparent, small or auto"] = PagesKind.AUTO
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
     json: Annotated[bool, "print the findings as one JSON list"] = False
 

@@ -18,7 +18,7 @@ from mooncake_proto.client import Cancel, Models, ModelsQuery
 from mooncake_proto.control import Failure
 from mooncake_proto.envelope import Envelope
 from mooncake_proto.ids import MessageId
-from tests.unit.gateway_doubles import MODEL, Exchange, Gateway, says
+from tests.unit.gateway_doubles import MODEL, Exchange, Gateway, fails, says
 from tests.unit.mesh_doubles import RawPeer, serving
 
 BODY = orjson.dumps({"model": MODEL, "prompt": "a secret plan", "max_tokens": 4})
@@ -120,6 +120,20 @@ def test_too_many_tokens_are_429_after_they_were_generated(file: Path) -> None:
     assert len(gateway.mesh.requests) == 1
 
 
+def test_a_prompt_that_the_mesh_refuses_costs_no_tokens(file: Path) -> None:
+    key = api_keys.add(file, "app", "acme", TenantLimits(tokens_per_minute=len("a secret plan") + 2))
+    gateway = guarded(file)
+
+    async def run() -> None:
+        gateway.mesh.script = fails(Rejected("no_room", unavailable=False, retry_after_s=1.0))
+        for _ in range(3):
+            assert (await ask(gateway, key)).headers["x-mooncake-reject-reason"] == "no_room"
+        gateway.mesh.script = says("ok")
+        assert (await ask(gateway, key)).status == 200
+
+    asyncio.run(run())
+
+
 def test_a_change_of_the_file_counts(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(doorkeeper.time, "monotonic", lambda: now_s)
@@ -149,8 +163,14 @@ def test_no_key_is_in_a_log(file: Path, logs: list[structlog.typing.EventDict]) 
     async def run() -> None:
         await ask(gateway, key)
         await ask(gateway, key + "x")
+        await ask(gateway, key[:-1] + ("A" if key[-1] != "A" else "B"))
 
     asyncio.run(run())
+    assert [(line["id"], line["given"]) for line in logs if line["event"] == "api_key_refused"] == [
+        ("", True),
+        (key.split("-")[1], True),
+    ]
+    assert key.split("-", 2)[2][:20] not in repr(logs)
     assert key not in repr(logs)
     assert "secret plan" not in repr(logs)
 

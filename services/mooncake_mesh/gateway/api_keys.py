@@ -61,6 +61,12 @@ class ApiKeys:
         return self.limits.get(tenant, TenantLimits())
 
 
+def id_in(shown: str) -> str:
+    """The id that *shown* claims to have, which is no secret; empty for what is no key at all."""
+    match = _KEY.fullmatch(shown)
+    return "" if match is None else match["id"]
+
+
 def read(path: Path) -> ApiKeys:
     """The keys in *path*; none where there is no such file. Raises ConfigError for a file that is damaged."""
     try:

@@ -94,14 +94,14 @@ class Completions:
         """Answer one request of *tenant*, the JSON object in *body*, through *door*; *standing* wins over the body.
 
         *request_id* is the server's own and unique. Raises a MooncakeError when the request fails, before or after its
-        first chunk. Cancelling this coroutine
-        cancels the request everywhere.
+        first chunk. Cancelling this coroutine cancels the request everywhere.
         """
         started_at = time.monotonic()
         with self._accounted(operation, started_at):
             self.rates.take_request(tenant, started_at)
             prepared = await self._prepare(operation, body, request_id)
-            self.rates.take_tokens(tenant, sum(len(prompt.tokens) for prompt in prepared.prompts), time.monotonic())
+            prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
+            self.rates.take_tokens(tenant, prompt_tokens, time.monotonic())
             generation = Generation(
                 self._mesh,
                 self._metrics,
@@ -115,6 +115,9 @@ class Completions:
             )
             try:
                 await self._run_to_deadline(generation, started_at)
+            except Rejected:  # before anything was shown
+                self.rates.charge_tokens(tenant, -prompt_tokens, time.monotonic())
+                raise
             finally:
                 usage = generation.usage()
                 self.rates.charge_tokens(tenant, usage.completion_tokens, time.monotonic())

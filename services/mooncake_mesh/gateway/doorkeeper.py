@@ -14,6 +14,7 @@ from mooncake_mesh.gateway.api_keys import ApiKeys
 from mooncake_mesh.gateway.asgi import problem_response, request_id_of
 from mooncake_mesh.gateway.openai_errors import problem_of
 from mooncake_mesh.gateway.rate_limits import TenantLimits, TenantRates
+from mooncake_mesh.mesh.log_allowance import LogAllowance
 
 log = structlog.get_logger(__name__)
 
@@ -36,6 +37,7 @@ class Doorkeeper:
         self._state = (0, 0)
         self._looked_s = float("-inf")
         self._keys = ApiKeys()
+        self._allowance = LogAllowance()
         self.rates = TenantRates(self._limits_of)
         if file is not None:
             self._state = api_keys.state_of(file)
@@ -49,9 +51,15 @@ class Doorkeeper:
         self._look(self._file)
         key = self._keys.find(shown) if len(shown) <= _LONGEST_KEY else None
         if key is None:
+            self._tell(shown)
             why = "this API key is not known" if shown else "an API key is needed: Authorization: Bearer KEY"
             raise InvalidApiKey(why)
         return key.tenant
+
+    def _tell(self, shown: str) -> None:
+        unsaid = self._allowance.take(time.monotonic())
+        if unsaid is not None:
+            log.warning("api_key_refused", id=api_keys.id_in(shown[:_LONGEST_KEY]), given=bool(shown), unsaid=unsaid)
 
     def _limits_of(self, tenant: str) -> TenantLimits:
         return self._keys.limits_of(tenant)

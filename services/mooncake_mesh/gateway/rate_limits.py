@@ -76,7 +76,7 @@ class TenantRates:
         _take(self._tokens, tenant, limit, n_tokens, now_s, "tenant_tokens_per_minute")
 
     def charge_tokens(self, tenant: str, n_tokens: int, now_s: float) -> None:
-        """Count tokens that were generated."""
+        """Count tokens that were generated; a negative number gives back what a refused prompt has paid."""
         limit = self._limits_of(tenant).tokens_per_minute
         if limit is not None:
             _bucket(self._tokens, tenant, limit, now_s).charge(n_tokens, now_s)
