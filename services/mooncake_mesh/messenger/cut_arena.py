@@ -1,7 +1,7 @@
 """What a messenger has once its arena is cut into blocks: the pool's core, transfers both ways, the SSD tier."""
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import replace
 from time import monotonic
 from typing import Final
@@ -42,6 +42,7 @@ from mooncake_proto.transfer import (
 log = structlog.get_logger(__name__)
 
 _FETCH_TIMEOUT_S: Final = 20.0
+_RECENT_COPIES: Final = 8
 _MOST_WORKERS: Final = 4096
 _TENANTS_REPORTED: Final = 32
 
@@ -73,6 +74,8 @@ class CutArena:
         self._me = me
         self._endpoint = endpoint
         self._room = Bell()
+        self._copies = 0
+        self._recent_copies: deque[tuple[int, float]] = deque(maxlen=_RECENT_COPIES)
         self._fetches: dict[TransferId, str] = {}
         self._attached: OrderedDict[Incarnation, None] = OrderedDict()
         self._replicating: asyncio.Task[None] | None = None
@@ -89,6 +92,8 @@ class CutArena:
             tenants=dict(Counter(pool.tenant_usage()).most_common(_TENANTS_REPORTED)),
             transferred_bytes=self.sender.sent_bytes,
             transports=",".join(sorted(self.sender.transports)),
+            copies=self._copies,
+            recent_copies=tuple(self._recent_copies),
         )
         return self._ssd.counted(load)
 
@@ -174,6 +179,8 @@ class CutArena:
             core.settle(landing)
             async with asyncio.timeout(_FETCH_TIMEOUT_S):
                 landed = await receiver.landed(transfer_id)
+            self._copies += 1
+            self._recent_copies.append((landed.received_bytes, landed.last_slice_s))
             log.info(
                 "prefix_fetched",
                 job_id=request.job_id,
