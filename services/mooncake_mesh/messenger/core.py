@@ -79,9 +79,14 @@ class MessengerCore:
         """Keys worth fetching from another node for *request*: those past what this arena holds of its prefix."""
         wanted = list(islice(split_keys(request.keys), min(request.fetch_blocks, request.max_cached_blocks)))
         missing = wanted[len(self.pool.match(wanted)) :]
-        if self.slots is not None and prefix_on_ssd(self.slots, missing) == len(missing):
+        may_read = request.read_limit_blocks is None or request.read_limit_blocks >= len(wanted)
+        if may_read and self.slots is not None and prefix_on_ssd(self.slots, missing) == len(missing):
             return []
         return missing
+
+    def readable_prefix(self, request: Acquire) -> list[BlockKey]:
+        """The prefix of *request* as far as it may come from this node's tiers."""
+        return list(islice(split_keys(request.keys), _readable_blocks(request)))
 
     def cached_prefix(self, request: Acquire) -> list[BlockId]:
         """Blocks that *request* would find sealed now."""
@@ -175,37 +180,36 @@ class MessengerCore:
         """Keys that this node began or ceased to hold, in either tier."""
         return self.pool.drain_events() if self.slots is None else joint_events(self.pool, self.slots)
 
-    def keys(self) -> list[BlockKey]:
-        """All keys that this node holds, in either tier."""
-        return self.pool.keys() if self.slots is None else joint_keys(self.pool, self.slots)
+    def keys(self) -> tuple[list[BlockKey], list[BlockKey]]:
+        """All keys in the arena, and all others that this node holds."""
+        return (self.pool.keys(), []) if self.slots is None else joint_keys(self.pool, self.slots)
 
     def promotion(self, request: Acquire, acquired: Acquired) -> Target:
         """Where to read what SSD holds of the prefix of a job that was just given its blocks."""
-        keys = list(split_keys(request.keys))[acquired.cached_blocks : request.max_cached_blocks]
+        keys = list(split_keys(request.keys))[acquired.cached_blocks : _readable_blocks(request)]
         blocks = [BlockId(block) for block in acquired.blocks[acquired.cached_blocks :]]
         return Target(holder=_holder(request.job_id), blocks=blocks, keys=keys)
 
     def open_promotion(
-        self, job_id: JobId, request: PushBlocks, owner: InstanceId, incarnation: Incarnation
+        self, job_id: JobId, keys: Sequence[BlockKey], tenant: str, owner: InstanceId, incarnation: Incarnation
     ) -> Target | None:
-        """Reserve blocks for what SSD holds of a prefix that a peer asks for; a job of its own, which its user ends.
+        """Reserve blocks for what SSD holds of the prefix *keys*; a job of its own, which its user ends.
 
         The part that is in the arena is held meanwhile. None without anything to read, or room for it.
         """
         if self.slots is None:
             return None
-        keys = list(split_keys(request.keys))
         cached = self.pool.match(keys)
-        missing = keys[len(cached) :]
+        missing = list(keys[len(cached) :])
         n_blocks = prefix_on_ssd(self.slots, missing)
         if n_blocks == 0:
             return None
         self.pool.hold(_holder(job_id), cached)
-        blocks = self.pool.reserve(_holder(job_id), n_blocks, tenant=request.tenant)
+        blocks = self.pool.reserve(_holder(job_id), n_blocks, tenant=tenant)
         if isinstance(blocks, NoRoom):
             self.pool.release(_holder(job_id))
             return None
-        self._jobs[job_id] = _Job(owner, incarnation, [*cached, *blocks], keys, request.tenant)
+        self._jobs[job_id] = _Job(owner, incarnation, [*cached, *blocks], list(keys), tenant)
         return Target(holder=_holder(job_id), blocks=blocks, keys=missing)
 
     # --- landings -----------------------------------------------------------------------------------------------------
@@ -311,3 +315,8 @@ def _remember(table: OrderedDict[TransferId, _T], transfer_id: TransferId, what:
 
 def _holder(job_id: JobId) -> str:
     return f"job:{job_id}"
+
+
+def _readable_blocks(request: Acquire) -> int:
+    limit = request.read_limit_blocks
+    return request.max_cached_blocks if limit is None else min(limit, request.max_cached_blocks)
