@@ -61,12 +61,15 @@ class Load:
 
     Messenger: ``tenants`` are the blocks in use of the tenants that have most. ``ssd_blocks`` of ``ssd_slots`` are held
     on SSD, which is read at ``ssd_bytes_per_s`` of late (0: not known); ``ssd_faults`` counts what it lost or refused.
+    ``pages`` says what its arena is made of: hugetlb, transparent or small.
 
     Prefill: ``queued_prompts`` are the (uncached, cached) tokens of every job not computed yet, oldest first; the
     first has been computed for ``prefill_elapsed_s``.
     ``recent_prefills`` are the (uncached, cached, seconds) of the last few of ``prefills`` computed ones, newest last.
     Decode: queued are the jobs whose KV is still to come, with their tokens; ``sequences`` are the (tokens, decoded
     tokens) of every running one; ``decoded_tokens`` is what a finished one had decoded here, on average of late.
+    ``recent_steps`` are the (sequences, tokens of KV, seconds) of the last few of ``steps``, newest last; ``step_s`` is
+    their moving average.
     """
 
     queued_jobs: Natural = 0
@@ -86,6 +89,7 @@ class Load:
     tenants: dict[str, Natural] = field(default_factory=dict)
     transferred_bytes: Natural = 0
     transports: str = ""
+    pages: str = ""
     draining: bool = False
     queued_prompts: tuple[tuple[Natural, Natural], ...] = ()
     prefill_elapsed_s: float = 0.0
@@ -93,6 +97,8 @@ class Load:
     recent_prefills: tuple[tuple[Natural, Natural, float], ...] = ()
     sequences: tuple[tuple[Natural, Natural], ...] = ()
     decoded_tokens: float = 0.0
+    steps: Natural = 0
+    recent_steps: tuple[tuple[Natural, Natural, float], ...] = ()
 
 
 @message("control.register")

@@ -15,12 +15,12 @@ An arena is written only by processes of its own node: a sender never writes int
 transfer needs nobody's consent but the receiver's. Plans are explicit: (logical block → arena block, generation).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mooncake_proto.codec import message
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId
 from mooncake_proto.rdma import RdmaMemory
-from mooncake_proto.shapes import Natural, PackedKeys
+from mooncake_proto.shapes import HexSecret, Natural, PackedKeys
 
 
 @message("transfer.attach")
@@ -214,7 +214,10 @@ class Slot:
 @message("transfer.plan")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
-    """``transport`` is what the receiver chose of those offered."""
+    """``transport`` is what the receiver chose of those offered.
+
+    Over tcp ``link_secret`` proves at ``tcp_host``, ``tcp_port`` that the sender may connect; it is empty otherwise.
+    """
 
     transfer_id: TransferId
     transport: str
@@ -222,6 +225,7 @@ class TransferPlan:
     tcp_port: Natural
     token: str
     slots: tuple[Slot, ...]
+    link_secret: HexSecret = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

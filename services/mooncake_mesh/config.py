@@ -4,7 +4,8 @@ Each is built once, in ``__main__``, by :mod:`mooncake_mesh.cli.settings` (which
 passed down. A wrong value raises ``ValueError("field: what is allowed")``; the loader turns it into a ConfigError with
 the dotted path. Fields that repeat between roles are repeated here: a role's class is the whole truth about the role.
 
-Until there are keys (CURVE), an address that other machines reach is bound only where ``allow_insecure_bind`` says so.
+An address that other machines reach is bound only with ``keys``, or where ``allow_insecure_bind`` insists: see
+docs/security.md.
 """
 
 import enum
@@ -70,6 +71,18 @@ class TransportKind(enum.Enum):
     RDMA = "rdma"
 
 
+class PagesKind(enum.Enum):
+    """What an arena is made of: reserved 2 MiB pages, ones that the kernel finds when it can, or ordinary ones.
+
+    ``auto`` takes the best there is. What is asked for by name is had, or the messenger does not start.
+    """
+
+    AUTO = "auto"
+    HUGETLB = "hugetlb"
+    TRANSPARENT = "transparent"
+    SMALL = "small"
+
+
 class ChecksumKind(enum.Enum):
     XXH3 = "xxh3"
     NONE = "none"
@@ -131,6 +144,7 @@ class ConductorConfig:
     cost_profile: Annotated[Path | None, "JSON file of the cost model to start from; a small model's otherwise"] = None
     seed: Annotated[int, "seed of the random placement"] = 0
     index_max_blocks: Annotated[int, "block keys the prefix index holds at most"] = 4_000_000
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -171,6 +185,8 @@ class GatewayConfig:
     max_concurrent_requests: Annotated[int, "requests in flight; more are answered 429"] = 1024
     max_body_bytes: Annotated[int, "longest request body"] = 8 * MiB
     max_replacements: Annotated[int, "how often a request is placed anew after its workers were lost"] = 3
+    share_cache_across_tenants: Annotated[bool, "let tenants find each other's KV; they can tell by the time"] = False
+    keys: Annotated[Path | None, "folder with keys and API keys (mooncake keys): every door then asks for them"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -198,6 +214,9 @@ class MessengerConfig:
         default_factory=default_run_dir
     )
     arena_bytes: Annotated[int, "memory for KVCache blocks"] = 1 * GiB
+    pages: Annotated[PagesKind, "its pages: hugetlb, transparent, small, or auto: the first of them that there is"] = (
+        PagesKind.AUTO
+    )
     eviction: Annotated[EvictionKind, "which unused block goes first when room is needed"] = EvictionKind.LRU
     ssd_dir: Annotated[Path | None, "folder that keeps blocks for which the arena has no room; none: they go"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, taken at once"] = 8 * GiB
@@ -213,6 +232,7 @@ class MessengerConfig:
     tcp_connections: Annotated[int, "TCP connections to each other node"] = 2
     checksum: Annotated[ChecksumKind, "checksum of every slice: xxh3 or none"] = ChecksumKind.XXH3
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -257,6 +277,7 @@ class PrefillConfig:
     max_queued_jobs: Annotated[int, "jobs that may wait; more are refused"] = 256
     drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
     fake: FakeConfig = FakeConfig()
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -290,6 +311,7 @@ class DecodeConfig:
     max_waiting_jobs: Annotated[int, "jobs that may wait for KV or for a place; more are refused"] = 256
     drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
     fake: FakeConfig = FakeConfig()
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -318,12 +340,17 @@ class UpConfig:
     prefill: Annotated[int, "prefill instances"] = 1
     decode: Annotated[int, "decode instances"] = 1
     arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
+    pages: Annotated[PagesKind, "pages of that memory: hugetlb, transparent, small or auto"] = PagesKind.AUTO
     ssd_dir: Annotated[Path | None, "folder with one folder of each node for blocks that leave the arena"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, for each of the two nodes"] = 8 * GiB
     transport: Annotated[TransportKind, "how KV moves between the nodes: auto, shm, tcp or rdma"] = TransportKind.AUTO
     run_dir: Annotated[Path | None, "folder for sockets; a fresh one otherwise, removed at the end"] = None
     log_dir: Annotated[Path | None, "folder for one log file of each process; all go to stderr otherwise"] = None
     fake: FakeConfig = FakeConfig()
+    share_cache_across_tenants: Annotated[bool, "let tenants find each other's KV; they can tell by the time"] = False
+    keys: Annotated[
+        Path | None, "folder with keys and API keys (mooncake keys): the gateway then asks for API keys"
+    ] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -341,6 +368,7 @@ class StatusConfig:
     """``mooncake status``: what to ask, and how to show it."""
 
     conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     timeout_s: Annotated[float, "how long to wait for its answer"] = 3.0
     watch_s: Annotated[float | None, "ask again this often, until interrupted"] = None
     json: Annotated[bool, "print the report as one JSON object"] = False
@@ -357,6 +385,7 @@ class ChatConfig:
     """``mooncake chat``: a conversation in the terminal."""
 
     gateway: Annotated[str, "endpoint of the gateway for SDK clients"] = "tcp://127.0.0.1:7710"
+    keys: Annotated[Path | None, "folder with the keys of a client (mooncake keys issue)"] = None
     model: Annotated[str | None, "model to talk to; the one that is served otherwise"] = None
     system: Annotated[str | None, "system prompt"] = None
     temperature: Annotated[float | None, "0 takes the likeliest token; the server's default otherwise"] = None
@@ -376,6 +405,7 @@ class DoctorConfig:
 
     transport: Annotated[TransportKind, "transport that must work: auto, shm, tcp or rdma"] = TransportKind.AUTO
     arena_bytes: Annotated[int, "memory for KVCache blocks that the messenger will have"] = 1 * GiB
+    pages: Annotated[PagesKind, "pages that it must consist of: hugetlb, transparent, small or auto"] = PagesKind.AUTO
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
     json: Annotated[bool, "print the findings as one JSON list"] = False
 

@@ -276,6 +276,19 @@ class TieringMachine(RuleBasedStateMachine):
             else:
                 self.slots.torn(slot.record.slot)
 
+    @precondition(lambda self: self.slots.held_blocks)
+    @rule(n=st.integers(1, N_SLOTS))
+    def adopt_while_it_leaves_again(self, n: int) -> None:
+        """What is found at the next start is computed anew, and on its way to another slot when its turn comes."""
+        self.start()
+        if not self.pending:
+            return
+        self.compute(NUMBER_OF[self.pending[0].key], 1)
+        self.choose(N_BLOCKS)
+        self.copy()
+        self.place()
+        self.adopt(n)
+
     def _set_fault(self, name: str) -> None:
         def fault(operation: str, offset: int, size: int) -> int:
             if name in ("EIO", "ENOSPC"):

@@ -14,16 +14,18 @@ from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.kv.event_stream import FeedRefused, NodeFeed
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh.peers import HealthChanged, PeerEvent, PeerTable
+from mooncake_mesh.policy.admission import elsewhere
 from mooncake_mesh.policy.cost_model import CostModel
 from mooncake_mesh.policy.decisions import Placed, Refused
+from mooncake_mesh.policy.decode_gate import gate_for
 from mooncake_mesh.policy.draws import draw
 from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling, place
 from mooncake_mesh.policy.replication import Replica
-from mooncake_mesh.policy.views import Objectives, RequestShape
+from mooncake_mesh.policy.views import ClusterView, Objectives, RequestShape
 from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, ModelCard, Role, StatusReport
 from mooncake_proto.ids import BLOCK_KEY_BYTES, Incarnation, InstanceId, NodeId
 from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
-from mooncake_proto.serving import Placement, Rejected, Schedule, WorkerRef
+from mooncake_proto.serving import DecodeGate, Placement, Rejected, Schedule, WorkerRef
 from mooncake_proto.transfer import ReadAhead, Replicate
 
 _LEAST_KEEP_S: Final = 5.0
@@ -174,7 +176,7 @@ class ConductorCore:
             draw=draw(self._seed, self.placed_total + self.rejected_total),
         )
         view = self._roster.cluster(request.model, request.avoid, now_s)
-        placed = place(shape, view, self._cost, self._objectives, self._scheduling)
+        placed = self._placed(request, shape, view)
         if isinstance(placed, Refused):
             return self._rejected(
                 request, placed.reason, unavailable=placed.unavailable, retry_after_s=placed.retry_after_s
@@ -185,7 +187,7 @@ class ConductorCore:
         copy = self._replicator.placed(shape, request.keys, placed, view) if self._replicator is not None else None
         if copy is not None:
             self._replicate(copy, request, shape, now_s)
-        return self._placement(request, placed)
+        return self._placement(request, placed, self._gate(placed, view, card))
 
     def _replicate(self, copy: Replica, request: Schedule, shape: RequestShape, now_s: float) -> None:
         source, target = self._messenger(copy.source), self._messenger(copy.target)
@@ -206,7 +208,22 @@ class ConductorCore:
             )
             self.orders.add(self._messenger(placed.read_node), ahead)
 
-    def _placement(self, request: Schedule, placed: Placed) -> Placement:
+    def _placed(self, request: Schedule, shape: RequestShape, view: ClusterView) -> Placed | Refused:
+        cost, objectives = self._cost, self._objectives
+        if request.refused_by:
+            decode_s = self._scheduling.admission.decode_time_s(view)
+            others = elsewhere(shape, view, request.refused_by, cost, objectives, decode_s)
+            if isinstance(others, Refused):
+                return others
+            view = others
+        return place(shape, view, cost, objectives, self._scheduling)
+
+    def _gate(self, placed: Placed, view: ClusterView, card: ModelCard) -> DecodeGate | None:
+        instance = next(instance for instance in view.decode if instance.instance_id == placed.decode)
+        admission = self._scheduling.admission
+        return gate_for(instance, view, self._cost, self._objectives, admission, block_tokens=card.block_tokens)
+
+    def _placement(self, request: Schedule, placed: Placed, gate: DecodeGate | None) -> Placement:
         fetch_from = "" if placed.fetch_node is None else self._messenger(placed.fetch_node)
         return Placement(
             job_id=request.job_id,
@@ -218,6 +235,7 @@ class ConductorCore:
             ttft_est_s=placed.ttft_est_s,
             tbt_est_s=placed.tbt_est_s,
             read_limit_blocks=placed.read_limit_blocks,
+            gate=gate,
         )
 
     def _rejected(self, request: Schedule, reason: str, *, unavailable: bool, retry_after_s: float) -> Rejected:

@@ -4,10 +4,11 @@ Every job belongs to one worker process (instance and incarnation); when that pr
 A transfer into a job's blocks is a landing; it ends before or with its job.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Final, TypeVar
 
 from mooncake_mesh.errors import InvalidRequest, NoFreeBlocks, SliceLost, TransferError
 from mooncake_mesh.kv.block_hash import split_keys
@@ -21,8 +22,13 @@ from mooncake_mesh.messenger.store.tiering import Target, joint_events, joint_ke
 from mooncake_proto.ids import BlockId, BlockKey, Incarnation, InstanceId, JobId, TransferId
 from mooncake_proto.transfer import Acquire, Acquired, PushBlocks, Slot
 
+_T = TypeVar("_T")
+
 _WHOLE: Final = 1
 """Layers of a transfer that moves blocks whole."""
+
+_REMEMBERED: Final = 1024
+"""Transfers of which the other end may yet ask: those that ended here, and those given up before they began here."""
 
 
 @dataclass(slots=True)
@@ -33,6 +39,13 @@ class _Job:
     keys: list[BlockKey]
     tenant: str
     landing: Landing | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a landing ended that is gone with its job; ``failure`` is empty for one that had landed."""
+
+    failure: str
 
 
 class MessengerCore:
@@ -52,6 +65,8 @@ class MessengerCore:
         self.slots: SlotTable | None = None  # the SSD tier, where there is one
         self._jobs: dict[JobId, _Job] = {}
         self._landings: dict[TransferId, Landing] = {}
+        self._given_up: OrderedDict[TransferId, str] = OrderedDict()
+        self._ended: OrderedDict[TransferId, Ended] = OrderedDict()
         self._outbound: dict[TransferId, Outbound] = {}
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
@@ -143,6 +158,7 @@ class MessengerCore:
         if job.landing is not None:
             job.landing.fail(why)
             del self._landings[job.landing.transfer_id]
+            _remember(self._ended, job.landing.transfer_id, Ended(failure=job.landing.failure))
             ended.append(job.landing.transfer_id)
         self.pool.release(_holder(job_id))
         return ended
@@ -201,6 +217,10 @@ class MessengerCore:
     def landing(self, transfer_id: TransferId) -> Landing | None:
         return self._landings.get(transfer_id)
 
+    def landing_or_end(self, transfer_id: TransferId) -> Landing | Ended | None:
+        """The landing, or how it ended: its sender may come when there is nothing to send any more."""
+        return self._landings.get(transfer_id) or self._ended.get(transfer_id)
+
     def open_fetch(self, transfer_id: TransferId, owner: Acquire, keys: Sequence[BlockKey], now_s: float) -> Landing:
         """Reserve blocks for a prefix that another node will push; a job of its own, named after the transfer.
 
@@ -215,6 +235,19 @@ class MessengerCore:
         job = _Job(owner.instance_id, owner.incarnation, blocks, list(keys), owner.tenant)
         self._jobs[job_id] = job
         return self._open(job, job_id, transfer_id, range(len(keys)), _WHOLE, now_s)
+
+    def give_up(self, transfer_id: TransferId, why: str) -> Landing | None:
+        """The sender sends no more: fail the landing, or, where there is none yet, the one that is opened for it later.
+
+        The two ends of a transfer are told of it by different ways, so its abort may come first.
+        """
+        landing = self._landings.get(transfer_id)
+        if landing is not None:
+            landing.fail(why)
+            return landing
+        if transfer_id not in self._ended:
+            _remember(self._given_up, transfer_id, why)
+        return None
 
     def settle(self, landing: Landing) -> None:
         """After writes into a landing ended: once it has landed, share its whole blocks. Again is fine."""
@@ -231,6 +264,8 @@ class MessengerCore:
         slots = [Slot(logical=i, block=job.blocks[i], generation=self.pool.generation(job.blocks[i])) for i in logicals]
         slice_bytes = self.block_bytes // layers
         landing = Landing(transfer_id, job_id, slots, layers=layers, slice_bytes=slice_bytes, now_s=now_s)
+        if transfer_id in self._given_up:
+            landing.fail(self._given_up.pop(transfer_id))
         job.landing = landing
         self._landings[transfer_id] = landing
         return landing
@@ -270,6 +305,12 @@ class MessengerCore:
         outbound = Outbound(transfer_id, job_id, blocks, layers=layers, slice_bytes=self.block_bytes // layers)
         self._outbound[transfer_id] = outbound
         return outbound
+
+
+def _remember(table: OrderedDict[TransferId, _T], transfer_id: TransferId, what: _T) -> None:
+    table[transfer_id] = what
+    if len(table) > _REMEMBERED:
+        table.popitem(last=False)
 
 
 def _holder(job_id: JobId) -> str:

@@ -13,7 +13,7 @@ TCP    other messengers        slices, where the transport is tcp
 
 import asyncio
 import os
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -27,7 +27,8 @@ from mooncake_mesh.errors import (
     NoFreeBlocks,
     TransferError,
 )
-from mooncake_mesh.mesh.arena import Arena, ArenaServer, Holder
+from mooncake_mesh.mesh.arena import ArenaServer, Holder
+from mooncake_mesh.mesh.arena_memory import Arena
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
@@ -39,6 +40,7 @@ from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.ssd import NodeSsd
 from mooncake_mesh.messenger.store.records import Namespace
+from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_mesh.messenger.transports.shm import SourceArenas
 from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
 from mooncake_proto.control import Load, Member, Ok, Ping, Pong, Role
@@ -84,11 +86,11 @@ class MessengerService:
         self._config = config
         self._tasks = tasks
         self._incarnation = new_incarnation()
-        self._arena = Arena.create(config.arena_bytes)
+        self._arena = Arena.create(config.arena_bytes, config.pages)
         self._holder = Holder(instance_id=InstanceId(config.instance_id), incarnation=self._incarnation)
-        self._threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="copy")
+        self._crew = Crew(_COPY_THREADS)
         self._sources = SourceArenas(self._holder)
-        self._peers = Phonebook()
+        self._peers = Phonebook(on_lost=self._peer_lost)
         self._conductor = RpcClient(config.conductor)
         self._publisher = KvPublisher(self._conductor, NodeId(config.node_id), self._incarnation)
         self._membership: Membership | None = None
@@ -142,7 +144,9 @@ class MessengerService:
         ]
         if self._config.transport is TransportKind.RDMA:
             self._rdma = self._open_rdma()
-        lifecycle.ready(endpoint=self._server.endpoint, arena_bytes=self._config.arena_bytes)
+        lifecycle.ready(
+            endpoint=self._server.endpoint, arena_bytes=self._config.arena_bytes, pages=self._arena.pages.value
+        )
         await lifecycle.stopping.wait()
         await membership.leave()
         for task in background:
@@ -161,7 +165,7 @@ class MessengerService:
             self._rdma.close()
         self._peers.close()
         self._conductor.close()
-        self._threads.shutdown()
+        self._crew.close()
         await self._ssd.close()
         self._sources.close()
 
@@ -171,7 +175,7 @@ class MessengerService:
         self._publisher.restart()
 
     def _load(self) -> Load:
-        return Load() if self._cut is None else self._cut.load()
+        return replace(Load() if self._cut is None else self._cut.load(), pages=self._arena.pages.value)
 
     def _ping(self, _: Ping, __: Caller) -> Pong:
         return Pong(
@@ -227,20 +231,20 @@ class MessengerService:
             view,
             info,
             self._sources,
-            self._threads,
+            self._crew,
             transport=config.transport,
             data_host=config.data_host,
             rdma=self._rdma,
             on_written=cut.pool_changed,
         )
-        self._listener = TcpListener(config.data_host, config.data_port, view, receiver)
+        self._listener = TcpListener(config.data_host, config.data_port, view, receiver, secret=receiver.link_secret)
         receiver.data_host, receiver.data_port = config.advertised_data(self._listener.port)
         cut.sender = Sender(
             view,
             info,
             self._peers,
             self._tasks,
-            self._threads,
+            self._crew,
             transport=config.transport,
             checksums=config.checksum,
             tcp_connections=config.tcp_connections,
@@ -261,7 +265,7 @@ class MessengerService:
             self._config.rdma,
             self._arena.view,
             self._peers,
-            self._threads,
+            self._crew,
             incarnation=self._incarnation,
             endpoint=self._server.endpoint,
         )
@@ -279,6 +283,10 @@ class MessengerService:
     def _worker_gone(self, holder: Holder) -> None:
         if self._cut is not None:
             self._cut.worker_gone(holder)
+
+    def _peer_lost(self, endpoint: str) -> None:
+        if self._cut is not None:
+            self._cut.peer_lost(endpoint)
 
     # --- what needs the pool ------------------------------------------------------------------------------------------
 
@@ -321,8 +329,8 @@ class MessengerService:
     async def _slice_offer(self, offer: SliceOffer, _: Caller) -> SliceAck:
         return await self._ready().receiver.take_offer(offer)
 
-    def _abort_transfer(self, request: AbortTransfer, _: Caller) -> Ok:
-        self._ready().receiver.abort(request.transfer_id, request.reason)
+    async def _abort_transfer(self, request: AbortTransfer, _: Caller) -> Ok:
+        await self._ready().receiver.abort(request.transfer_id, request.reason)
         return Ok()
 
     def _read_ahead(self, order: ReadAhead, _: Caller) -> None:
