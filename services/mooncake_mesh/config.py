@@ -8,13 +8,13 @@ An address that other machines reach is bound only with ``keys``, or where ``all
 docs/security.md.
 """
 
-import enum
 import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
+from mooncake_mesh import config_kinds
 from mooncake_mesh.config_checks import (
     above_zero,
     at_least,
@@ -37,56 +37,13 @@ MiB: Final = 1 << 20
 GiB: Final = 1 << 30
 
 
-class LogLevel(enum.Enum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class LogFormat(enum.Enum):
-    CONSOLE = "console"
-    JSON = "json"
-
-
-class EngineKind(enum.Enum):
-    """Who computes: a real model, or the fake engine (deterministic tokens, configurable delays, no torch)."""
-
-    TRANSFORMERS = "transformers"
-    FAKE = "fake"
-
-
-class FakeOutput(enum.Enum):
-    """What the fake engine says: tokens that depend on the KV it reads, or the bytes of a fixed UTF-8 text."""
-
-    HASH = "hash"
-    UTF8 = "utf8"
-
-
-class TransportKind(enum.Enum):
-    """How KV leaves a node. ``auto`` takes shared memory between processes of one host, else TCP; RDMA only by name."""
-
-    AUTO = "auto"
-    SHM = "shm"
-    TCP = "tcp"
-    RDMA = "rdma"
-
-
-class PagesKind(enum.Enum):
-    """What an arena is made of: reserved 2 MiB pages, ones that the kernel finds when it can, or ordinary ones.
-
-    ``auto`` takes the best there is. What is asked for by name is had, or the messenger does not start.
-    """
-
-    AUTO = "auto"
-    HUGETLB = "hugetlb"
-    TRANSPARENT = "transparent"
-    SMALL = "small"
-
-
-class ChecksumKind(enum.Enum):
-    XXH3 = "xxh3"
-    NONE = "none"
+ChecksumKind = config_kinds.ChecksumKind
+EngineKind = config_kinds.EngineKind
+FakeOutput = config_kinds.FakeOutput
+LogFormat = config_kinds.LogFormat
+LogLevel = config_kinds.LogLevel
+PagesKind = config_kinds.PagesKind
+TransportKind = config_kinds.TransportKind
 
 
 def default_run_dir() -> Path:
