@@ -193,6 +193,20 @@ def test_an_abort_is_acknowledged_after_the_last_write(is_released: bool) -> Non
     _run(scenario)
 
 
+def test_a_repeated_slice_that_ends_after_its_job_means_nothing() -> None:
+    """It was admitted without a place to write to, so nothing is in flight, and the landing is not kept for it."""
+
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        waiting, token = await rig.open_landing(tasks, "j")
+        rig.receiver.end(token, rig.receiver.begin(token, [_slice()[0], _slice(1)[0]]), None)
+        await waiting
+        assert rig.receiver.begin(token, _slice()) == []
+        rig.cut.end_job(JobId("j"), "done")
+        rig.receiver.end(token, [], None)
+
+    _run(scenario)
+
+
 # --- senders that come late -------------------------------------------------------------------------------------------
 
 

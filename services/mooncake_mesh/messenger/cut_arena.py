@@ -1,7 +1,7 @@
 """What a messenger has once its arena is cut into blocks: the pool's core, transfers both ways, the SSD tier."""
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic
@@ -43,6 +43,7 @@ from mooncake_proto.transfer import (
 log = structlog.get_logger(__name__)
 
 _FETCH_TIMEOUT_S: Final = 20.0
+_RECENT_COPIES: Final = 8
 _MOST_WORKERS: Final = 4096
 _TENANTS_REPORTED: Final = 32
 
@@ -74,11 +75,13 @@ class CutArena:
         self._me = me
         self._endpoint = endpoint
         self._room = Bell()
-        self._replicating: asyncio.Task[None] | None = None
-        self._ahead = AheadReader(core, ssd, tasks, me=me, end_job=self.end_job)
+        self._copies = 0
+        self._recent_copies: deque[tuple[int, float]] = deque(maxlen=_RECENT_COPIES)
         self._fetches: dict[TransferId, str] = {}
         self._fetching: dict[BlockKey, asyncio.Event] = {}  # the first key of what is being fetched
         self._attached: OrderedDict[Incarnation, None] = OrderedDict()
+        self._replicating: asyncio.Task[None] | None = None
+        self._ahead = AheadReader(core, ssd, tasks, me=me, end_job=self.end_job)
 
     def load(self) -> Load:
         pool = self.core.pool
@@ -91,6 +94,8 @@ class CutArena:
             tenants=dict(Counter(pool.tenant_usage()).most_common(_TENANTS_REPORTED)),
             transferred_bytes=self.sender.sent_bytes,
             transports=",".join(sorted(self.sender.transports)),
+            copies=self._copies,
+            recent_copies=tuple(self._recent_copies),
         )
         return self._ssd.counted(load)
 
@@ -129,6 +134,10 @@ class CutArena:
         receiver.changed.ring()
         return replace(acquired, landed=await receiver.landed(request.landing))
 
+    def _check_attached(self, request: Acquire) -> None:
+        if request.incarnation not in self._attached:
+            raise PeerUnreachable(f"{request.instance_id} has not attached to this arena, or is gone")
+
     def replicate(self, order: Replicate) -> None:
         """Copy a hot prefix in the background, one at a time."""
         if self._replicating is not None and not self._replicating.done():
@@ -147,10 +156,6 @@ class CutArena:
             tenant=order.tenant,
         )
         self._replicating = self._tasks.create_task(self._fetch_prefix(request))
-
-    def _check_attached(self, request: Acquire) -> None:
-        if request.incarnation not in self._attached:
-            raise PeerUnreachable(f"{request.instance_id} has not attached to this arena, or is gone")
 
     async def _fetch_prefix(self, request: Acquire) -> None:
         """Copy missing prefix blocks from another node. Whatever goes wrong, the job computes them instead.
@@ -188,6 +193,8 @@ class CutArena:
             core.settle(landing)
             async with asyncio.timeout(_FETCH_TIMEOUT_S):
                 landed = await receiver.landed(transfer_id)
+            self._copies += 1
+            self._recent_copies.append((landed.received_bytes, landed.last_slice_s))
             log.info(
                 "prefix_fetched",
                 job_id=request.job_id,
