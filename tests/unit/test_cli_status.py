@@ -63,6 +63,13 @@ def test_table() -> None:
     ]
 
 
+def test_blocks_of_tenants_are_shown_where_there_are_tenants() -> None:
+    one = _member(Role.MESSENGER, "messenger0", Load(blocks_total=100, tenants={"acme": 40, "": 3}))
+    assert "blocks of tenants on node0: acme 40, (none) 3".split() in _shown(_report(one))
+    none = _member(Role.MESSENGER, "messenger0", Load(blocks_total=100, tenants={"": 3}))
+    assert not any("tenants" in line for line in _shown(_report(none)))
+
+
 def test_unhealthy_mesh_says_why() -> None:
     assert " ".join(_shown(_report(healthy=False))[-1]).startswith(
         "not healthy: no decode instance; no gateway (up 61 s"

@@ -78,12 +78,12 @@ class ConductorCore:
         self._feeds: dict[NodeId, NodeFeed] = {}
         self._roster = Roster(peers=peers, cost=cost, objectives=objectives, kinds=kinds)
         self._cards: dict[str, ModelCard] | None = None
-        self._slo = SloMonitor(
-            levels or ServiceLevels(ttft_s=objectives.ttft_s, tbt_s=objectives.tbt_s), started_s=started_s
-        )
         share = scheduling.replication_share
         self._replicator = Replicator(cost, share) if share > 0 else None
         self.orders = Orders()
+        self._slo = SloMonitor(
+            levels or ServiceLevels(ttft_s=objectives.ttft_s, tbt_s=objectives.tbt_s), started_s=started_s
+        )
         self.placed_total = 0
         self.rejected_total = 0
 
@@ -247,9 +247,9 @@ class ConductorCore:
             ttft_est_s=placed.ttft_est_s,
             tbt_est_s=placed.tbt_est_s,
             gate=gate,
+            read_limit_blocks=placed.read_limit_blocks,
             prefill_est_s=prefill_s,
             ttft_slo_s=None if is_batch(request.priority) else self._objectives.ttft_s,
-            read_limit_blocks=placed.read_limit_blocks,
         )
 
     def _rejected(self, request: Schedule, reason: str, *, unavailable: bool, retry_after_s: float) -> Rejected:

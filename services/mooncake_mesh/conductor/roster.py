@@ -121,13 +121,11 @@ class Roster:
             pending.popleft()
         if member.role is Role.MESSENGER:
             self._stale.update(self._workers_of(member.node_id))
-            self._learn_copies(lease)
             rate = lease.load.ssd_bytes_per_s
             if rate > 0 and rate != self._disk_rates.get(member.node_id):
-                self._disk_rates = {
-                    **self._disk_rates,
-                    member.node_id: rate,
-                }  # views that were handed out stay as they are
+                # Views that were handed out stay as they are.
+                self._disk_rates = {**self._disk_rates, member.node_id: rate}
+            self._learn_copies(lease)
         elif member.role in WORKERS:
             self._learn(lease)
             self._stale.add(member.instance_id)

@@ -197,6 +197,9 @@ class ConductorService:
                 self._tell(order)
         return result
 
+    def _outcomes(self, batch: Outcomes, _: Caller) -> None:
+        self._core.outcomes(batch, monotonic())
+
     def _tell(self, order: Order) -> None:
         """In the background; what is too much for that is not said, as the mesh works without."""
         if len(self._telling) >= _MAX_TELLING:
@@ -210,9 +213,6 @@ class ConductorService:
             await self._messengers.get(order.endpoint).send(order.message, timeout_s=_TELL_TIMEOUT_S)
         except MooncakeError as error:
             log.info("order_undelivered", endpoint=order.endpoint, code=error.code)
-
-    def _outcomes(self, batch: Outcomes, _: Caller) -> None:
-        self._core.outcomes(batch, monotonic())
 
     def _status(self, _: StatusQuery, __: Caller) -> StatusReport:
         return self._core.status(monotonic())
