@@ -3,7 +3,7 @@
 ====== ============== ======================================================================
 socket who connects   what flows
 ====== ============== ======================================================================
-ROUTER everybody      Register, Heartbeat, Goodbye; Schedule; KvEvents, KvSnapshot; StatusQuery
+ROUTER everybody      Register, Heartbeat, Goodbye; Schedule, Outcomes; KvEvents, KvSnapshot; StatusQuery
 PUB    everybody      ClusterState, on every change and once a second
 ====== ============== ======================================================================
 """
@@ -16,18 +16,21 @@ from typing import Final
 import structlog
 
 from mooncake_mesh.conductor.core import ConductorCore, Incompatible
+from mooncake_mesh.conductor.orders import Order
 from mooncake_mesh.config import ConductorConfig
-from mooncake_mesh.errors import ConfigError, Refused
+from mooncake_mesh.errors import ConfigError, MooncakeError, Refused
 from mooncake_mesh.kv.event_stream import FeedRefused
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh import endpoint as sockets
 from mooncake_mesh.mesh.peers import HealthChanged, PeerEvent, PeerTable
+from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.policy.admission import Admission
-from mooncake_mesh.policy.cost_model import CostModel, LinearCost
-from mooncake_mesh.policy.cost_profile import load_profile
+from mooncake_mesh.policy.cost_model import CostModel, KindFactors, LinearCost, kind_factors
+from mooncake_mesh.policy.cost_profile import DEFAULT_KIND, load_kinds
 from mooncake_mesh.policy.placement import Scheduling
+from mooncake_mesh.policy.slo import ServiceLevels
 from mooncake_mesh.policy.views import Objectives
 from mooncake_proto import codec
 from mooncake_proto.control import (
@@ -44,11 +47,13 @@ from mooncake_proto.control import (
 )
 from mooncake_proto.ids import InstanceId, new_incarnation
 from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
-from mooncake_proto.serving import Placement, Rejected, Schedule
+from mooncake_proto.serving import Outcomes, Placement, Rejected, Schedule
 
 log = structlog.get_logger(__name__)
 
 _PUBLISH_S: Final = 1.0
+_TELL_TIMEOUT_S: Final = 1.0
+_MAX_TELLING: Final = 64
 
 DEFAULT_COST: Final = LinearCost(
     prefill_base_s=0.01,
@@ -71,17 +76,27 @@ class ConductorService:
         self._config = config
         self._tasks = tasks
         self._incarnation = new_incarnation()
+        cost, kinds = _cost_models(config.cost_profile)
         self._core = ConductorCore(
             incarnation=self._incarnation,
             peers=PeerTable(suspect_after_s=config.suspect_after_s, dead_after_s=config.dead_after_s),
             index=PrefixIndex(max_entries=config.index_max_blocks),
-            cost=_cost_model(config.cost_profile),
+            cost=cost,
+            kinds=kinds,
             objectives=Objectives(ttft_s=config.ttft_slo_s, tbt_s=config.tbt_slo_s),
             started_s=monotonic(),
             scheduling=_scheduling(config),
             seed=config.seed,
+            levels=ServiceLevels(
+                ttft_s=config.ttft_slo_s,
+                tbt_s=config.tbt_slo_s,
+                ttft_factor=config.ttft_slo_factor,
+                tbt_factor=config.tbt_slo_factor,
+            ),
         )
         self._publisher = sockets.Publisher(config.publish)
+        self._messengers = Phonebook()
+        self._telling: set[asyncio.Task[None]] = set()
         handlers: dict[type, Handler] = {
             Ping: self._ping,
             Register: self._register,
@@ -90,6 +105,7 @@ class ConductorService:
             Schedule: self._schedule,
             KvEvents: self._kv_events,
             KvSnapshot: self._kv_snapshot,
+            Outcomes: self._outcomes,
             StatusQuery: self._status,
         }
         self._server = RpcServer(config.bind, handlers, tasks)
@@ -102,6 +118,10 @@ class ConductorService:
         clock.cancel()
         await asyncio.gather(clock, return_exceptions=True)
         await self._server.close()
+        for telling in self._telling:
+            telling.cancel()
+        await asyncio.gather(*self._telling, return_exceptions=True)
+        self._messengers.close()
         self._publisher.close()
 
     async def _tick_forever(self) -> None:
@@ -173,7 +193,26 @@ class ConductorService:
                 fetch_blocks=result.fetch_prefix_blocks,
                 ttft_est_s=round(result.ttft_est_s, 3),
             )
+            for order in self._core.orders.take():
+                self._tell(order)
         return result
+
+    def _outcomes(self, batch: Outcomes, _: Caller) -> None:
+        self._core.outcomes(batch, monotonic())
+
+    def _tell(self, order: Order) -> None:
+        """In the background; what is too much for that is not said, as the mesh works without."""
+        if len(self._telling) >= _MAX_TELLING:
+            return
+        telling = self._tasks.create_task(self._deliver(order))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+
+    async def _deliver(self, order: Order) -> None:
+        try:
+            await self._messengers.get(order.endpoint).send(order.message, timeout_s=_TELL_TIMEOUT_S)
+        except MooncakeError as error:
+            log.info("order_undelivered", endpoint=order.endpoint, code=error.code)
 
     def _status(self, _: StatusQuery, __: Caller) -> StatusReport:
         return self._core.status(monotonic())
@@ -188,18 +227,24 @@ def _scheduling(config: ConductorConfig) -> Scheduling:
     return Scheduling(
         placement=config.placement,
         threshold=config.kvcache_balancing_threshold,
+        replication_share=config.replication_share,
         admission=Admission(kind=config.admission, decode_s=config.decode_s, wip_limit=config.wip_limit),
     )
 
 
-def _cost_model(profile: Path | None) -> CostModel:
-    """Raises ConfigError for a profile that cannot be used."""
+def _cost_models(profile: Path | None) -> tuple[CostModel, dict[str, KindFactors]]:
+    """The model that all are priced by, that of the default kind or else the first, and how the kinds compare with it.
+
+    Raises ConfigError for a profile that cannot be used.
+    """
     if profile is None:
-        return DEFAULT_COST
+        return DEFAULT_COST, {}
     try:
-        return load_profile(profile.read_text())
+        costs = load_kinds(profile.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{profile}: {error}", path="conductor.cost_profile") from error
+    base = costs.get(DEFAULT_KIND) or costs[min(costs)]
+    return base, {kind: kind_factors(cost, base) for kind, cost in costs.items()}
 
 
 def _applied(ack: KvEventsAck | FeedRefused | None) -> KvEventsAck:

@@ -1,7 +1,8 @@
 """What a messenger has once its arena is cut into blocks: the pool's core, transfers both ways, the SSD tier."""
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Final
@@ -17,11 +18,12 @@ from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.publisher import KvPublisher
+from mooncake_mesh.messenger.read_ahead import AheadReader
 from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.ssd import NodeSsd
 from mooncake_proto.control import Load
-from mooncake_proto.ids import Incarnation, JobId, TransferId
+from mooncake_proto.ids import BLOCK_KEY_BYTES, BlockKey, Incarnation, JobId, TransferId
 from mooncake_proto.transfer import (
     Acquire,
     Acquired,
@@ -30,6 +32,8 @@ from mooncake_proto.transfer import (
     Grown,
     PushBlocks,
     Pushing,
+    ReadAhead,
+    Replicate,
     Seal,
     SendReport,
     SliceReady,
@@ -39,6 +43,7 @@ from mooncake_proto.transfer import (
 log = structlog.get_logger(__name__)
 
 _FETCH_TIMEOUT_S: Final = 20.0
+_RECENT_COPIES: Final = 8
 _MOST_WORKERS: Final = 4096
 _TENANTS_REPORTED: Final = 32
 
@@ -70,8 +75,13 @@ class CutArena:
         self._me = me
         self._endpoint = endpoint
         self._room = Bell()
+        self._copies = 0
+        self._recent_copies: deque[tuple[int, float]] = deque(maxlen=_RECENT_COPIES)
         self._fetches: dict[TransferId, str] = {}
+        self._fetching: dict[BlockKey, asyncio.Event] = {}  # the first key of what is being fetched
         self._attached: OrderedDict[Incarnation, None] = OrderedDict()
+        self._replicating: asyncio.Task[None] | None = None
+        self._ahead = AheadReader(core, ssd, tasks, me=me, end_job=self.end_job)
 
     def load(self) -> Load:
         pool = self.core.pool
@@ -84,6 +94,8 @@ class CutArena:
             tenants=dict(Counter(pool.tenant_usage()).most_common(_TENANTS_REPORTED)),
             transferred_bytes=self.sender.sent_bytes,
             transports=",".join(sorted(self.sender.transports)),
+            copies=self._copies,
+            recent_copies=tuple(self._recent_copies),
         )
         return self._ssd.counted(load)
 
@@ -111,8 +123,11 @@ class CutArena:
             result = core.acquire(request, monotonic())
             return None if isinstance(result, NoRoom) else result
 
+        if request.landing is None:
+            await self._ahead.join(core.readable_prefix(request), request.job_id)
         await self._ssd.make_room(core, request)
         acquired = await self._room.until(attempt)
+        self._ahead.end(request.job_id)
         self._publish()
         if request.landing is None:
             return await self._ssd.promoted(core, request, acquired)
@@ -123,12 +138,43 @@ class CutArena:
         if request.incarnation not in self._attached:
             raise PeerUnreachable(f"{request.instance_id} has not attached to this arena, or is gone")
 
+    def replicate(self, order: Replicate) -> None:
+        """Copy a hot prefix in the background, one at a time."""
+        if self._replicating is not None and not self._replicating.done():
+            log.info("replica_declined", source=order.source)
+            return
+        n_blocks = len(order.keys) // BLOCK_KEY_BYTES
+        request = Acquire(
+            job_id=JobId(f"replica-{uuid4().hex}"),
+            instance_id=self._me.instance_id,
+            incarnation=self._me.incarnation,
+            keys=order.keys,
+            n_blocks=n_blocks,
+            max_cached_blocks=n_blocks,
+            fetch_from=order.source,
+            fetch_blocks=n_blocks,
+            tenant=order.tenant,
+        )
+        self._replicating = self._tasks.create_task(self._fetch_prefix(request))
+
     async def _fetch_prefix(self, request: Acquire) -> None:
-        """Copy missing prefix blocks from another node. Whatever goes wrong, the job computes them instead."""
-        core, receiver = self.core, self.receiver
-        keys = core.missing_prefix(request)
+        """Copy missing prefix blocks from another node. Whatever goes wrong, the job computes them instead.
+
+        What is being fetched for somebody else is waited for, and not fetched twice.
+        """
+        while (keys := self.core.missing_prefix(request)) and keys[0] in self._fetching:
+            await self._fetching[keys[0]].wait()
         if not keys:
             return
+        over = self._fetching[keys[0]] = asyncio.Event()
+        try:
+            await self._fetch(request, keys)
+        finally:
+            del self._fetching[keys[0]]
+            over.set()
+
+    async def _fetch(self, request: Acquire, keys: Sequence[BlockKey]) -> None:
+        core, receiver = self.core, self.receiver
         transfer_id = TransferId(uuid4().hex)
         self._fetches[transfer_id] = request.fetch_from
         try:
@@ -147,6 +193,8 @@ class CutArena:
             core.settle(landing)
             async with asyncio.timeout(_FETCH_TIMEOUT_S):
                 landed = await receiver.landed(transfer_id)
+            self._copies += 1
+            self._recent_copies.append((landed.received_bytes, landed.last_slice_s))
             log.info(
                 "prefix_fetched",
                 job_id=request.job_id,
@@ -185,10 +233,15 @@ class CutArena:
             self.end_job(job_id, f"{holder.instance_id} is gone")
         self._room.ring()
 
+    def read_ahead(self, order: ReadAhead) -> None:
+        """A request was placed whose prefix is on this node's SSD."""
+        self._ahead.announce(order)
+
     def end_job(self, job_id: JobId, why: str) -> None:
         for transfer_id in self.core.release(job_id, why):
             self.sender.forget(transfer_id)
             self.receiver.forget(transfer_id)
+        self._ahead.end(job_id)
         self.pool_changed()
 
     def pool_changed(self) -> None:
@@ -217,14 +270,17 @@ class CutArena:
 
     async def push_blocks(self, request: PushBlocks) -> Pushing:
         core, sender = self.core, self.sender
-        promotion = JobId(f"promote-{uuid4().hex}")
+        promotion, keys = JobId(f"promote-{uuid4().hex}"), list(split_keys(request.keys))
+        await self._ahead.join(keys, request.job_id)
         try:
-            target = core.open_promotion(promotion, request, self._me.instance_id, self._me.incarnation)
+            target = core.open_promotion(promotion, keys, request.tenant, self._me.instance_id, self._me.incarnation)
             if target is not None:
                 await self._ssd.read(target)
             outbound = core.start_push(request, self._me.instance_id, self._me.incarnation)
         finally:
             self.end_job(promotion, "the prefix is in the arena")
+            if request.job_id is not None:
+                self._ahead.end(request.job_id)
         n_blocks = outbound.n_blocks
         if n_blocks == 0:
             self.end_job(outbound.job_id, "nothing to push")
@@ -245,6 +301,10 @@ class CutArena:
 
     async def close(self) -> None:
         """End all jobs; senders have told their receivers when this returns."""
+        await self._ahead.close()
+        if self._replicating is not None:
+            self._replicating.cancel()
+            await asyncio.gather(self._replicating, return_exceptions=True)
         for job_id in self.core.all_jobs():
             self.end_job(job_id, "the messenger stops")
         await self.sender.close()

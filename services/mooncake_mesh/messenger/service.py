@@ -5,6 +5,7 @@ socket who connects            what flows
 ====== ======================= =========================================================
 ROUTER workers of this node    Attach, Acquire, Grow, Seal, Release, StartSend …
 ROUTER other messengers        OpenTransfer, SliceOffer, ConnectQp, AbortTransfer, PushBlocks
+ROUTER conductor               ReadAhead, Replicate
 Unix   workers, messengers     the arena's descriptor; open for the life of the process
 TCP    other messengers        slices, where the transport is tcp
 ====== ======================= =========================================================
@@ -57,7 +58,9 @@ from mooncake_proto.transfer import (
     OpenTransfer,
     PushBlocks,
     Pushing,
+    ReadAhead,
     Release,
+    Replicate,
     Seal,
     SendReport,
     SliceAck,
@@ -119,6 +122,8 @@ class MessengerService:
             SliceOffer: self._slice_offer,
             AbortTransfer: self._abort_transfer,
             PushBlocks: self._push_blocks,
+            ReadAhead: self._read_ahead,
+            Replicate: self._replicate,
         }
 
     async def run(self, lifecycle: Lifecycle) -> None:
@@ -327,6 +332,14 @@ class MessengerService:
     async def _abort_transfer(self, request: AbortTransfer, _: Caller) -> Ok:
         await self._ready().receiver.abort(request.transfer_id, request.reason)
         return Ok()
+
+    def _read_ahead(self, order: ReadAhead, _: Caller) -> None:
+        if self._cut is not None:
+            self._cut.read_ahead(order)
+
+    def _replicate(self, order: Replicate, _: Caller) -> None:
+        if self._cut is not None:
+            self._cut.replicate(order)
 
     async def _push_blocks(self, request: PushBlocks, _: Caller) -> Pushing:
         return await self._ready().push_blocks(request)

@@ -12,10 +12,14 @@ from mooncake_proto.ids import InstanceId, NodeId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedPrompt:
-    """A prompt of ``tokens`` that an instance has accepted and will compute in ``prefill_s``."""
+    """A prompt of ``tokens`` that an instance has accepted and will compute in ``prefill_s``.
+
+    Lower ``priority`` is more urgent.
+    """
 
     tokens: int
     prefill_s: float
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,7 @@ class InstanceView:
     """One instance, prefill or decode; fields that do not apply to its role keep their defaults.
 
     Prefill: ``queue`` are the accepted prompts that are not computed yet, oldest first; all are by ``busy_until_s``.
+    ``least_urgent`` is the largest priority among them.
     Decode: running jobs are in the batch, waiting ones have their KV still to come; ``sequences`` are the (tokens,
     decoded tokens) of the running ones, ``step_s`` is how long a step takes of late, and ``kv_limit_tokens`` how much
     KV it can run within the TBT objective, 0 for no limit but its blocks.
@@ -36,6 +41,7 @@ class InstanceView:
     blocks_available: int
     busy_until_s: float = 0.0
     queue: tuple[QueuedPrompt, ...] = ()
+    least_urgent: int = 0
     running_jobs: int = 0
     running_tokens: int = 0
     waiting_jobs: int = 0
@@ -51,6 +57,7 @@ class ClusterView:
     """All instances that may take work at ``now_s``, in any order.
 
     ``egress_wait_s`` is how long a node's pending copies to others will keep its link busy; an absent node is idle.
+    ``disk_wait_s`` is the same for reads from its SSD, ``disk_bytes_per_s`` how fast that was read of late.
     ``ttft_s`` and ``decode_s`` are the mean times of late from arrival to first token and from there to the last; 0
     when not (yet) known.
     """
@@ -59,6 +66,8 @@ class ClusterView:
     decode: Sequence[InstanceView]
     now_s: float = 0.0
     egress_wait_s: Mapping[NodeId, float] = field(default_factory=dict)
+    disk_wait_s: Mapping[NodeId, float] = field(default_factory=dict)
+    disk_bytes_per_s: Mapping[NodeId, float] = field(default_factory=dict)
     ttft_s: float = 0.0
     decode_s: float = 0.0
 
@@ -67,7 +76,8 @@ class ClusterView:
 class RequestShape:
     """One request as far as placing it goes.
 
-    ``prefix_blocks`` maps a node to the longest cached prefix it holds; an absent node holds none. ``draw`` is a
+    ``prefix_blocks`` maps a node to the longest cached prefix it holds; an absent node holds none. Where ``ssd_starts``
+    has the node, only so many blocks of it can be used at once, and the others are read from its SSD. ``draw`` is a
     number from the caller's seeded generator, for policies that leave something to chance.
     """
 
@@ -76,7 +86,9 @@ class RequestShape:
     block_tokens: int
     block_bytes: int
     prefix_blocks: Mapping[NodeId, int]
+    ssd_starts: Mapping[NodeId, int] = field(default_factory=dict)
     draw: int = 0
+    priority: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "max_new_tokens", "block_tokens", "block_bytes"):
