@@ -25,9 +25,11 @@ from mooncake_proto.ids import Incarnation, JobId, TransferId
 from mooncake_proto.transfer import (
     Acquire,
     Acquired,
+    CloseWrite,
     FinishSend,
     Grow,
     Grown,
+    OpenWrite,
     PushBlocks,
     Pushing,
     Seal,
@@ -150,11 +152,21 @@ class CutArena:
         self.core.seal(request.job_id, request.first_block, list(split_keys(request.keys)))
         self._publish()
 
+    def open_write(self, request: OpenWrite) -> None:
+        if request.incarnation in self._gone:  # nobody would ever close it
+            raise PeerUnreachable(f"{request.instance_id} is gone")
+        self.core.open_write(request)
+
+    def close_write(self, request: CloseWrite) -> None:
+        self.core.close_write(request)
+        self.pool_changed()
+
     def worker_gone(self, holder: Holder) -> None:
         """The kernel closed a worker's connection: it writes no more, whatever became of it."""
         self._gone[holder.incarnation] = None
         if len(self._gone) > _REMEMBERED_DEAD:
             self._gone.popitem(last=False)
+        self.core.writer_gone(holder.incarnation)
         jobs = self.core.jobs_of(holder.instance_id, holder.incarnation)
         log.info("holder_gone", holder=holder.instance_id, jobs=len(jobs))
         for job_id in jobs:

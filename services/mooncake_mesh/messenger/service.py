@@ -48,10 +48,12 @@ from mooncake_proto.transfer import (
     Acquired,
     ArenaInfo,
     Attach,
+    CloseWrite,
     FinishSend,
     Grow,
     Grown,
     OpenTransfer,
+    OpenWrite,
     PushBlocks,
     Pushing,
     Release,
@@ -107,6 +109,8 @@ class MessengerService:
             Acquire: self._acquire,
             Grow: self._grow,
             Seal: self._seal,
+            OpenWrite: self._open_write,
+            CloseWrite: self._close_write,
             Release: self._release,
             StartSend: self._start_send,
             SliceReady: self._slice_ready,
@@ -288,6 +292,14 @@ class MessengerService:
 
     def _seal(self, request: Seal, _: Caller) -> None:
         self._ready().seal(request)
+
+    def _open_write(self, request: OpenWrite, _: Caller) -> Ok:
+        self._ready().open_write(request)
+        return Ok()
+
+    def _close_write(self, request: CloseWrite, _: Caller) -> Ok:
+        self._ready().close_write(request)
+        return Ok()
 
     def _release(self, request: Release, _: Caller) -> Ok:
         if self._cut is not None:
