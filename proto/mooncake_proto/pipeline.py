@@ -2,7 +2,7 @@
 
 ::
 
-    head → each stage     JoinPipeline   answered by StageJoined; last stage first, since each is told the next one's door
+    head → each stage     JoinPipeline   answered by StageJoined; last stage first: each is told the next one's door
     head → each stage     StageChunk     answered by StageChunkDone or Failure, when the stage is done with that chunk
     head → each stage     DropJob        one-way: chunks of that job are answered with Failure, sooner than computed
 

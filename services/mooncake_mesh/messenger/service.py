@@ -26,6 +26,7 @@ from mooncake_mesh.errors import (
     TransferError,
 )
 from mooncake_mesh.mesh.arena import Arena, ArenaServer, Holder
+from mooncake_mesh.mesh.host import host_id
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
@@ -267,7 +268,7 @@ class MessengerService:
         return ArenaInfo(
             node_id=NodeId(self._config.node_id),
             incarnation=self._incarnation,
-            host_id=_host_id(),
+            host_id=host_id(),
             socket_path=os.fspath(self._arena_server.path),
             block_bytes=core.block_bytes,
             n_blocks=core.pool.n_blocks,
@@ -332,11 +333,6 @@ class MessengerService:
 
     async def _push_blocks(self, request: PushBlocks, _: Caller) -> Pushing:
         return await self._ready().push_blocks(request)
-
-
-def _host_id() -> str:
-    """The same for all processes of one running kernel."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 async def run(config: MessengerConfig, lifecycle: Lifecycle) -> None:

@@ -1,0 +1,67 @@
+"""From the engine thread to the messenger: which layers of a chunk are written."""
+
+import asyncio
+from collections.abc import Callable
+
+from mooncake_mesh.errors import MooncakeError, PeerUnreachable
+from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_mesh.prefill.core import LayerProgress
+from mooncake_proto.ids import TransferId
+from mooncake_proto.transfer import SliceReady
+
+
+class StopRequested(Exception):
+    """Raised on the engine thread to leave a forward."""
+
+
+class LayerNews:
+    """The ``on_layer`` of one chunk's forward. Slices go to the messenger while later layers compute.
+
+    *is_stopped* is read on the engine thread, between layers; *failed* hears on the loop that the messenger is gone.
+    Without *transfer_id* nothing is announced.
+    """
+
+    def __init__(
+        self,
+        messenger: RpcClient,
+        transfer_id: TransferId | None,
+        *,
+        first_layer: int,
+        first_block: int,
+        n_blocks: int,
+        is_stopped: Callable[[], bool],
+        failed: Callable[[MooncakeError], None],
+    ) -> None:
+        self._messenger = messenger
+        self._transfer_id = transfer_id
+        self._first_block = first_block
+        self._n_blocks = n_blocks
+        self._is_stopped = is_stopped
+        self._failed = failed
+        self._loop = asyncio.get_running_loop()
+        self._progress = LayerProgress(first_layer)
+
+    def __call__(self, layer: int) -> None:
+        """Raises StopRequested."""
+        if self._is_stopped():
+            raise StopRequested
+        if self._transfer_id is not None and self._progress.wrote(layer):
+            self._loop.call_soon_threadsafe(self._announce)
+
+    def _announce(self) -> None:
+        """On the loop: all layers written so far, which is one of a real model and may be all of a fast one."""
+        layers = self._progress.take()
+        if not layers or self._transfer_id is None:
+            return
+        try:
+            self._messenger.post(
+                SliceReady(
+                    transfer_id=self._transfer_id,
+                    layer=layers.start,
+                    n_layers=len(layers),
+                    first_block=self._first_block,
+                    n_blocks=self._n_blocks,
+                )
+            )
+        except PeerUnreachable as error:
+            self._failed(error)
