@@ -63,8 +63,10 @@ class Mesh:
     """Context manager of one mesh. Names are those of the instances: gateway0, conductor, prefill0, messenger1 …
 
     ``prefill_nodes`` and ``decode_nodes`` hold the node of each instance, so ``decode_nodes=(1, 2)`` makes decode0 on
-    node1 and decode1 on node2. Each prefill instance has ``prefill_stages`` processes. ``flags`` and ``environ`` add to a
-    role's or an instance's command line (a flag that is given twice counts as its last value). With ``engine="transformers"`` say which model by ``model`` and ``dtype``.
+    node1 and decode1 on node2. Each prefill instance has ``prefill_stages`` processes.
+
+    ``flags`` and ``environ`` add to a role's or an instance's command line (a flag that is given twice counts as its
+    last value). With ``engine="transformers"`` say which model by ``model`` and ``dtype``.
     """
 
     alive: ClassVar[list["Mesh"]] = []

@@ -2,7 +2,10 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic, thread_time
 
+from mooncake_mesh.engine.api import Drawn, Engine, PrefillChunk
 from mooncake_mesh.errors import MooncakeError, PeerUnreachable
 from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_mesh.prefill.core import LayerProgress
@@ -12,6 +15,23 @@ from mooncake_proto.transfer import SliceReady
 
 class StopRequested(Exception):
     """Raised on the engine thread to leave a forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forwarded:
+    """One chunk's forward: what was drawn, if anything, and when it ran. ``cpu_s`` is the engine thread's."""
+
+    drawn: Drawn | None
+    began_s: float
+    compute_s: float
+    cpu_s: float
+
+
+def forward(engine: Engine, chunk: PrefillChunk, news: "LayerNews") -> Forwarded:
+    """Compute *chunk*; on the engine thread. Raises StopRequested, or what the engine raises."""
+    began_s, cpu_s = monotonic(), thread_time()
+    drawn = engine.prefill(chunk, news)
+    return Forwarded(drawn=drawn, began_s=began_s, compute_s=monotonic() - began_s, cpu_s=thread_time() - cpu_s)
 
 
 class LayerNews:

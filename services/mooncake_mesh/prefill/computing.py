@@ -13,7 +13,7 @@ from mooncake_mesh.engine.api import Drawn, Engine, PrefillChunk, SampleRequest,
 from mooncake_mesh.errors import InternalError, MooncakeError
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.policy.stopping import banned_tokens
-from mooncake_mesh.prefill.announcing import LayerNews, StopRequested
+from mooncake_mesh.prefill.announcing import LayerNews, StopRequested, forward
 from mooncake_mesh.prefill.core import Chunk, JobStage, PrefillCore, QueuedJob
 from mooncake_mesh.prefill.pipeline import Passed, Pipeline
 from mooncake_mesh.worker.station import Station
@@ -95,12 +95,12 @@ class PromptComputer:
         async with self._station.waits.interruptible(entry.job.job_id):
             number = await self._pipeline.place()
 
-        async def forward(chunk: PrefillChunk) -> float:
+        async def compute_here(chunk: PrefillChunk) -> float:
             return (await self._forward(entry, chunk)).slowest_s
 
         transfer_id = entry.job.transfer_id if entry.job.decode is not None else None
         timeout_s = max(0.0, entry.queued_s + entry.job.deadline_s - monotonic()) + _GRACE_S
-        return await self._pipeline.start(number, work, transfer_id, forward, timeout_s=timeout_s)
+        return await self._pipeline.start(number, work, transfer_id, compute_here, timeout_s=timeout_s)
 
     async def _forward(self, entry: QueuedJob, work: PrefillChunk) -> Passed:
         """One chunk on the engine thread."""
@@ -118,18 +118,17 @@ class PromptComputer:
             is_stopped=lambda: entry.stop is not None,
             failed=failed,
         )
-        began_s = monotonic()
-        drawn = await self._station.on_engine_thread(self._engine.prefill, work, news)
-        compute_s = monotonic() - began_s
+        forwarded = await self._station.on_engine_thread(forward, self._engine, work, news)
         log.debug(
             "chunk_computed",
             job_id=entry.job.job_id,
             start=work.start,
             n_tokens=len(work.tokens),
-            began_s=began_s,
-            compute_s=compute_s,
+            began_s=forwarded.began_s,
+            compute_s=forwarded.compute_s,
+            cpu_s=forwarded.cpu_s,
         )
-        return Passed(drawn=drawn, slowest_s=compute_s)
+        return Passed(drawn=forwarded.drawn, slowest_s=forwarded.compute_s)
 
     def _passed(self, entry: QueuedJob, chunk: Chunk, future: "asyncio.Future[Passed]") -> Drawn | None:
         """A chunk is computed in all layers: share its whole blocks. Raises why it was not."""

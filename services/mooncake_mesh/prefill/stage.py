@@ -22,13 +22,13 @@ import numpy as np
 import structlog
 
 from mooncake_mesh.config import PrefillConfig
-from mooncake_mesh.engine.api import Drawn, Engine, PrefillChunk, SampleRequest
+from mooncake_mesh.engine.api import Engine, PrefillChunk, SampleRequest
 from mooncake_mesh.errors import Aborted, Draining, InternalError, InvalidRequest, MooncakeError, PeerUnreachable
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.rpc import Caller, Handler
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.prefill.activations import Door, Outlet, SlotMemory
-from mooncake_mesh.prefill.announcing import LayerNews, StopRequested
+from mooncake_mesh.prefill.announcing import Forwarded, LayerNews, StopRequested, forward
 from mooncake_mesh.prefill.stage_core import StageCore, StageWork
 from mooncake_mesh.worker.station import Station
 from mooncake_proto.control import Load, Ok, Role
@@ -191,9 +191,8 @@ class StageService:
             n_blocks=n_blocks,
         )
         await self._station.messenger.call(opening, Ok, timeout_s=_CALL_TIMEOUT_S)
-        began_s = monotonic()
-        drawn = await self._forward(work)
-        compute_s = monotonic() - began_s
+        forwarded = await self._forward(work)
+        compute_s, drawn = forwarded.compute_s, forwarded.drawn
         self._compute_s = _MEMORY * self._compute_s + (1 - _MEMORY) * compute_s if self._compute_s else compute_s
         log.debug(
             "chunk_computed",
@@ -201,8 +200,9 @@ class StageService:
             number=work.chunk.number,
             start=work.chunk.start,
             n_tokens=work.chunk.n_tokens,
-            began_s=began_s,
+            began_s=forwarded.began_s,
             compute_s=compute_s,
+            cpu_s=forwarded.cpu_s,
         )
         return StageChunkDone(
             number=work.chunk.number,
@@ -212,12 +212,12 @@ class StageService:
             logprob=None if drawn is None else drawn.logprob,
         )
 
-    async def _forward(self, work: StageWork) -> Drawn | None:
+    async def _forward(self, work: StageWork) -> Forwarded:
         """What the engine raises ends here: its traceback holds views of the arena (see PrefillService)."""
         failure: MooncakeError
         try:
             return await self._station.on_engine_thread(
-                self._engine.prefill, self._engine_chunk(work), self._news(work)
+                forward, self._engine, self._engine_chunk(work), self._news(work)
             )
         except StopRequested:
             failure = work.stop or PeerUnreachable("stopped")
