@@ -48,10 +48,14 @@ class JoinPipeline:
 @message("pipeline.joined")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageJoined:
-    """The stage has layers ``first_layer`` .. ``end_layer - 1`` of ``layers``; ``door`` takes activations for it."""
+    """The stage has layers ``first_layer`` .. ``end_layer - 1`` of ``layers``; ``door`` takes activations for it.
+
+    ``arena`` is the messenger whose arena it writes, which must be the head's.
+    """
 
     instance_id: InstanceId
     incarnation: Incarnation
+    arena: Incarnation
     fingerprint: str
     dtype: str
     first_layer: Natural

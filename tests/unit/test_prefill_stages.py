@@ -84,6 +84,15 @@ def test_chunks_of_another_pipeline_or_out_of_order_are_refused() -> None:
     assert core.next() is None
 
 
+def test_a_stage_that_left_takes_nothing_until_it_joins() -> None:
+    core = joined()
+    core.offer(chunk(0))
+    core.leave(PeerUnreachable("the arena is gone"))
+    assert taken(core).stop is not None
+    with pytest.raises(PeerUnreachable):
+        core.offer(chunk(1))
+
+
 # --- the head ---------------------------------------------------------------------------------------------------------
 
 

@@ -50,18 +50,27 @@ class _Joined:
 
 
 class Pipeline:
-    """The further stages of one instance. *on_lost(error)* must stop all jobs that are not computed yet."""
+    """The further stages of one instance. *on_lost(error)* must stop all jobs that are not computed yet.
+
+    *arena_owner* tells whose arena the head writes, which all stages must share.
+    """
 
     def __init__(
-        self, config: PrefillConfig, tasks: asyncio.TaskGroup, *, on_lost: Callable[[MooncakeError], None]
+        self,
+        config: PrefillConfig,
+        tasks: asyncio.TaskGroup,
+        *,
+        on_lost: Callable[[MooncakeError], None],
+        arena_owner: Callable[[], Incarnation | None],
     ) -> None:
         self._tasks = tasks
+        self._arena_owner = arena_owner
         self._on_lost = on_lost
         self._stages = config.pipeline.stages
         self._slots = self._stages + _SPARE_SLOTS
         self._slot_tokens = config.chunk_tokens
         self._clients = [
-            RpcClient(endpoint, on_lost=lambda: self._lose(PeerUnreachable("a stage of the instance was lost")))
+            RpcClient(endpoint, on_lost=lambda: self.lose(PeerUnreachable("a stage of the instance was lost")))
             for endpoint in config.pipeline.stage_endpoints
         ]
         self._memory = SlotMemory(1, 1)
@@ -97,7 +106,7 @@ class Pipeline:
             changed()
 
     def close(self) -> None:
-        self._lose(PeerUnreachable("the instance stops"))
+        self.lose(PeerUnreachable("the instance stops"))
         for client in self._clients:
             client.close()
 
@@ -121,6 +130,8 @@ class Pipeline:
             stages.insert(0, joined)
             door = joined.door
         check_stages(spec, stages)
+        if any(stage.arena != self._arena_owner() for stage in stages):
+            raise MeshError("the stages of an instance must be on one node, with one arena, and these are not yet")
         await self._former_over()
         assert door is not None, "an instance of one stage has no pipeline"
         self._memory = self._memory.fitting(self._slots, self._slot_tokens * spec.hidden_bytes)
@@ -136,7 +147,8 @@ class Pipeline:
         if self._under_way:
             await asyncio.wait(self._under_way)
 
-    def _lose(self, why: MooncakeError) -> None:
+    def lose(self, why: MooncakeError) -> None:
+        """The pipeline passes nothing on any more, or has nothing to write to. It is joined anew."""
         joined, self._joined = self._joined, None
         if joined is None:
             return
@@ -229,7 +241,7 @@ class Pipeline:
             return
         was_computed = way.computed_s.result() is not None
         if was_computed and joined is self._joined and failure.code in _BREAKING:
-            self._lose(failure)
+            self.lose(failure)
         way.passed.set_exception(failure)
 
     async def _send(self, joined: _Joined, way: "_Way") -> None:

@@ -70,7 +70,11 @@ class PrefillService:
         self._ready: asyncio.Queue[QueuedJob] = asyncio.Queue(_READY_JOBS)
         self._tokens_per_s = 0.0
         self._part = config.pipeline.part
-        self._pipeline = Pipeline(config, tasks, on_lost=self._stop_uncomputed) if self._part is not None else None
+        self._pipeline: Pipeline | None = None
+        if self._part is not None:
+            self._pipeline = Pipeline(
+                config, tasks, on_lost=self._stop_uncomputed, arena_owner=lambda: self._station.arena_owner
+            )
 
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serve until *lifecycle* says stop; then finish what was accepted."""
@@ -142,6 +146,8 @@ class PrefillService:
             self._station.waits.interrupt(entry.job.job_id)
 
     def _stop_all(self, why: MooncakeError) -> None:
+        if self._pipeline is not None:
+            self._pipeline.lose(why)
         for entry in self._core.jobs():
             self._stop(entry, why)
 

@@ -86,7 +86,8 @@ class StageService:
         )
 
     def _stop_all(self, why: MooncakeError) -> None:
-        self._core.drop_all(why)
+        """The arena is gone, or the pipeline: the head finds out by its next chunk, and joins the stages again."""
+        self._core.leave(why)
         self._changed.ring()
 
     # --- the pipeline -------------------------------------------------------------------------------------------------
@@ -96,30 +97,31 @@ class StageService:
         mine = self._config.pipeline
         if (request.stage, request.stages) != (mine.stage, mine.stages):
             raise InvalidRequest(f"this is stage {mine.stage} of {mine.stages}", param="stage")
-        if not self._station.is_attached or self._station.is_draining:
-            raise Draining("this stage takes no chunks now")
         async with self._joining:
             self._stop_all(PeerUnreachable("the pipeline was joined anew"))
             await self._idle()
             await self._close_ways()
+            arena = self._station.arena_owner
+            if arena is None or self._station.is_draining:
+                raise Draining("this stage takes no chunks now")
             self._core.join(request.pipeline)
-            self._open_ways(request)
+            door = self._open_ways(request)
         spec = self._engine.spec
-        assert self._door is not None
         log.info("pipeline_joined", pipeline=request.pipeline, transport=self._outlet and self._outlet.transport)
         return StageJoined(
             instance_id=self._station.me.instance_id,
             incarnation=self._station.me.incarnation,
+            arena=arena,
             fingerprint=spec.fingerprint,
             dtype=spec.layout.dtype.value,
             first_layer=spec.layers.first,
             end_layer=spec.layers.end,
             layers=spec.layers.total,
             hidden_bytes=spec.hidden_bytes,
-            door=self._door.address,
+            door=door.address,
         )
 
-    def _open_ways(self, request: JoinPipeline) -> None:
+    def _open_ways(self, request: JoinPipeline) -> Door:
         config, pipeline = self._config, request.pipeline
         slot_bytes = request.slot_tokens * self._engine.spec.hidden_bytes
 
@@ -138,6 +140,7 @@ class StageService:
         if request.next_door is not None:
             self._outside = self._outside.fitting(request.slots, slot_bytes)
             self._outlet = Outlet(request.next_door, self._outside)
+        return self._door
 
     async def _close_ways(self) -> None:
         outlet, self._outlet = self._outlet, None

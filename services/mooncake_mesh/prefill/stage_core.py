@@ -50,6 +50,11 @@ class StageCore:
         self._arrived.clear()
         self._last = -1
 
+    def leave(self, why: MooncakeError) -> None:
+        """Stop what is here and take no chunks until the stage has joined again."""
+        self._pipeline = None
+        self.drop_all(why)
+
     def offer(self, chunk: StageChunk) -> StageWork:
         """A chunk to compute. Raises PeerUnreachable for one of another pipeline, InvalidRequest out of order."""
         if chunk.pipeline != self._pipeline:

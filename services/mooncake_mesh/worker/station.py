@@ -76,9 +76,9 @@ class Station:
         return await self.on_engine_thread(make_engine, self._config, part)
 
     @property
-    def is_attached(self) -> bool:
-        """Whether the engine has an arena."""
-        return self._arena is not None and self._arena.attached.is_set()
+    def arena_owner(self) -> Incarnation | None:
+        """The messenger whose arena the engine computes on; None while it has none."""
+        return None if self._arena is None else self._arena.owner
 
     def news(self) -> None:
         """The load changed in a way that others wait for: tell the conductor now, not with the next beat."""
@@ -118,7 +118,7 @@ class Station:
         """Raise unless a job placed on *incarnation* can be taken now."""
         if incarnation != self.me.incarnation:
             raise PeerUnreachable("the job was placed on another incarnation of this instance")
-        if self.is_draining or not self.is_attached:
+        if self.is_draining or self.arena_owner is None:
             raise Draining("this instance takes no jobs now")
 
     def report_failure(self, job_id: JobId, stream_endpoint: str, error: MooncakeError) -> None:
