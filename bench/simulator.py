@@ -19,7 +19,6 @@ from bench.simulator_prefill import PrefillShell
 from bench.simulator_results import LoadSample, RequestRecord, RunResult
 from bench.traces import BLOCK_TOKENS, TraceRequest
 from mooncake_mesh.conductor.core import ConductorCore
-from mooncake_mesh.config_scheduling import AdmissionKind
 from mooncake_mesh.kv.block_hash import join_keys
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.prefix_index import PrefixIndex
@@ -27,7 +26,7 @@ from mooncake_mesh.mesh.peers import PeerTable
 from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling
 from mooncake_mesh.policy.views import Objectives
 from mooncake_proto.ids import JobId
-from mooncake_proto.serving import Rejected, Schedule
+from mooncake_proto.serving import GateKind, Rejected, Schedule
 
 _SAMPLE_S: Final = 5.0
 
@@ -165,6 +164,8 @@ class _Run:
             longest_window_steps=setup.longest_window_steps,
             shares=setup.decode_shares,
             on_room=self._send,
+            on_granted=self._granted,
+            on_refused=self._refused,
             on_finished=self._finished,
             on_preempted=self._preempt,
         )
@@ -277,14 +278,23 @@ class _Run:
             self._decode_of[flight.placement.decode.instance_id].dropped(flight)
             self._open -= 1
         else:
-            if not self._holds:
+            if not self._holds(flight):
                 self._first_token(flight)
             self._perhaps_land(flight)
 
-    @property
-    def _holds(self) -> bool:
-        """Whether a first token is kept back until its sequence can be decoded; the wait counts as TTFT."""
-        return self._setup.scheduling.admission.kind is AdmissionKind.HOLD
+    @staticmethod
+    def _holds(flight: Flight) -> bool:
+        """Whether its first token is kept back until it can be decoded; the wait counts as TTFT."""
+        gate = flight.placement.gate
+        return gate is not None and gate.kind is GateKind.HOLD and flight.is_first_job
+
+    def _granted(self, flight: Flight) -> None:
+        self._first_token(flight)
+
+    def _refused(self, flight: Flight, reason: str) -> None:
+        """Its KV was there, and no place for it would be in time. What was computed is lost."""
+        flight.record.refused = reason
+        self._open -= 1
 
     def _first_token(self, flight: Flight) -> None:
         if flight.is_first_job:
@@ -293,7 +303,7 @@ class _Run:
 
     def _is_refused_now(self, flight: Flight) -> bool:
         """The check at the end of prefill, for those that did not hold. What was computed is lost."""
-        if self._holds or self._setup.objectives.tbt_s is None or not flight.is_first_job:
+        if self._holds(flight) or self._setup.objectives.tbt_s is None or not flight.is_first_job:
             return False
         if not flight.has_decode_blocks:
             flight.record.refused = "decode_pool_full_at_decode"
@@ -309,8 +319,6 @@ class _Run:
         if flight.is_computed and flight.sent_s == flight.sent_s:
 
             def land() -> None:
-                if self._holds:
-                    self._first_token(flight)
                 self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
                 self._decode_of[flight.placement.decode.instance_id].landed(flight)
 

@@ -12,14 +12,15 @@ from typing import Final
 from bench.simulator_flight import Flight
 from bench.simulator_node import INCARNATION, SimNode
 from bench.simulator_results import Interval
-from mooncake_mesh.decode.core import DecodeCore, DecodeSequence, QueueFull, SequenceStage
+from mooncake_mesh.decode.core import DecodeCore
+from mooncake_mesh.decode.sequences import DecodeSequence, QueueFull, SequenceStage
 from mooncake_mesh.errors import NoFreeBlocks, Rejected
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.policy.admission import decode_refusal
 from mooncake_mesh.policy.views import InstanceView, Objectives, RequestShape
 from mooncake_proto.control import Load, Member, Role
 from mooncake_proto.ids import InstanceId, JobId, TransferId
-from mooncake_proto.serving import DecodeJob, Sampling, Stopping
+from mooncake_proto.serving import DecodeJob, GateKind, Sampling, Stopping
 from mooncake_proto.transfer import Acquire, Acquired
 
 _STEP_MEMORY: Final = 0.9
@@ -42,16 +43,20 @@ class DecodeShell:
         longest_window_steps: int,
         shares: bool,
         on_room: Callable[[Flight], None],
+        on_granted: Callable[[Flight], None],
+        on_refused: Callable[[Flight, str], None],
         on_finished: Callable[[Flight], None],
         on_preempted: Callable[[Flight, int], None],
     ) -> None:
         self.node = node
-        self.core = DecodeCore(block_tokens=block_tokens, max_batch=max_batch, max_jobs=1 << 30)
+        self.core = DecodeCore(block_tokens=block_tokens, max_batch=max_batch, max_jobs=1 << 30, step_cost=node.kind)
         self.member: Member = node.register_worker(Role.DECODE, InstanceId(name), block_tokens)
         self._block_tokens = block_tokens
         self._longest_window_steps = longest_window_steps
         self._shares = shares
         self._on_room = on_room
+        self._on_granted = on_granted
+        self._on_refused = on_refused
         self._on_finished = on_finished
         self._on_preempted = on_preempted
         self._flights: dict[JobId, Flight] = {}
@@ -79,7 +84,15 @@ class DecodeShell:
             step_s=self._step_s_after(stepped),
             sequences=self._progress(stepped),
             decoded_tokens=core.decoded_tokens,
+            steps=core.steps + stepped,
+            recent_steps=(*core.recent_steps(), self._step(stepped)) if stepped else core.recent_steps(),
         )
+
+    def _step(self, n: int) -> tuple[int, int, float]:
+        """The *n*-th step of the window as a sample: sequences, tokens of KV, seconds."""
+        sequences = len(self._batch)
+        tokens = sum(sequence.length for sequence in self._batch) + (n - 1) * sequences
+        return sequences, tokens, self._first_step_s + (n - 1) * self._step_growth_s
 
     def _stepped_tokens(self) -> int:
         """Tokens of the window's steps that are over; the core hears of them when the window is."""
@@ -90,7 +103,7 @@ class DecodeShell:
         progress = self.core.progress()
         if not stepped:
             return progress
-        started = (seq for seq in self.core.sequences() if seq.stage is not SequenceStage.WAITING)
+        started = (seq for seq in self.core.sequences() if not seq.is_waiting)
         return tuple(
             (tokens + stepped, decoded + stepped) if seq.stage is SequenceStage.RUNNING else (tokens, decoded)
             for seq, (tokens, decoded) in zip(started, progress, strict=True)
@@ -103,7 +116,13 @@ class DecodeShell:
     # --- jobs in ------------------------------------------------------------------------------------------------------
 
     def submit(self, flight: Flight, output_tokens: int) -> None:
-        """Enter a job of which *output_tokens* are drawn in all; its blocks are asked for at once."""
+        """Enter a job of which *output_tokens* are drawn in all; its blocks are asked for at once.
+
+        Only holding is left to its gate: the check of the others comes when the prompt is computed (:meth:`refusal`).
+        """
+        gate = flight.placement.gate
+        if gate is not None and (gate.kind is not GateKind.HOLD or flight.drawn):
+            gate = None
         job = DecodeJob(
             job_id=flight.job_id,
             transfer_id=TransferId(f"kv-{flight.job_id}"),
@@ -116,6 +135,8 @@ class DecodeShell:
             drawn_tokens=flight.drawn,
             stream_endpoint="sim://gateway",
             deadline_s=math.inf,
+            gate=gate,
+            first_token_within_s=None if gate is None else gate.ttft_s,
         )
         sequence = self.core.submit(job, self.node.clock.now_s)
         assert not isinstance(sequence, QueueFull), "the simulated queue has no end"
@@ -177,9 +198,9 @@ class DecodeShell:
         return "" if refused is None else refused.reason
 
     def dropped(self, flight: Flight) -> None:
-        """A job whose KV is not to come: its place and its blocks are given back."""
+        """A job that is not to be decoded: its place and its blocks are given back."""
         sequence = self.core.get(flight.job_id)
-        assert sequence is not None, "a job is dropped before it lands"
+        assert sequence is not None, "a job is dropped before it is decoded"
         del self._flights[flight.job_id]
         sequence.stop = Rejected("tbt_objective", unavailable=False, retry_after_s=1.0)
         self.core.stopped(sequence)
@@ -191,6 +212,7 @@ class DecodeShell:
 
     def _begin(self) -> None:
         """Plan the next window: who steps, and how often before anything has to be decided."""
+        self._open_gates()
         batch = self._batch = self.core.plan_step()
         if not batch:
             self._steps = 0
@@ -211,6 +233,15 @@ class DecodeShell:
         self._first_step_s = kind.decode_step_s(len(batch), context)
         self._step_growth_s = kind.decode_step_s(len(batch), context + len(batch)) - self._first_step_s
         self._schedule(steps)
+
+    def _open_gates(self) -> None:
+        verdicts = self.core.open_gates(self.node.clock.now_s)
+        for sequence in verdicts.granted:
+            self._on_granted(self._flights[sequence.job.job_id])
+        for sequence, refused in verdicts.refused:
+            flight = self._flights[sequence.job.job_id]
+            self.dropped(flight)
+            self._on_refused(flight, refused.reason)
 
     def _set_aside(self, stepping: set[JobId]) -> None:
         """Stalled sequences sit out: the intervals of the others are not theirs."""
@@ -279,6 +310,7 @@ class DecodeShell:
         step_s = self._elapsed_s(steps) / steps
         self._log.append((step_s, steps))
         self._step_s = self._step_s_after(steps)
+        self.core.stepped(*self._step(steps), steps=steps)
         for sequence in batch:
             sequence.length += steps - 1
             sequence.drawn += steps - 1

@@ -30,6 +30,7 @@ from bench.transfer_child import (
 )
 from mooncake_mesh.mesh.arena import Arena
 from mooncake_mesh.messenger.transports.handoff import Generations, Handed, HandOffOwner, HandOffReader
+from mooncake_mesh.messenger.transports.link_auth import new_secret
 from mooncake_mesh.messenger.transports.paths import LinkPath
 from mooncake_mesh.messenger.transports.shm_link import ShmListener, shm_connections
 from mooncake_mesh.messenger.transports.tcp import tcp_connections
@@ -61,7 +62,8 @@ def touched_arena() -> Arena:
 async def _receive(folder: Path) -> None:
     memory = touched_arena().view
     windows = Windows(POOL_BYTES)
-    tcp = TcpListener("127.0.0.1", 0, memory, windows)
+    secret = new_secret()
+    tcp = TcpListener("127.0.0.1", 0, memory, windows, secret=secret)
     shm = ShmListener(folder / "kv", memory, windows)
     tokens = {
         str(size): windows.open(first_byte=0, slot_bytes=size, n_slots=POOL_BYTES // size).hex() for size in _SLOT_SIZES
@@ -71,7 +73,7 @@ async def _receive(folder: Path) -> None:
         listener.listen()
         async with asyncio.TaskGroup() as tasks:
             readers = tasks.create_task(asyncio.to_thread(_take_hand_offs, listener, asyncio.get_running_loop()))
-            await asyncio.to_thread(be_other_end, {"port": str(tcp.port), **tokens})
+            await asyncio.to_thread(be_other_end, {"port": str(tcp.port), "secret": secret.hex(), **tokens})
             listener.shutdown(socket.SHUT_RDWR)
             await readers
     await tcp.close()
@@ -101,7 +103,7 @@ async def _send(folder: Path) -> None:
     arena = touched_arena()
     other, where = start_other_end(_THIS, "other-end", str(folder))
     connections = {
-        "tcp": tcp_connections("127.0.0.1", int(where["port"]), _LANES),
+        "tcp": tcp_connections("127.0.0.1", int(where["port"]), bytes.fromhex(where["secret"]), _LANES),
         "shm": shm_connections(folder / "kv", arena.fd),
     }
     owners = {size: _hand_off_owner(folder, arena, size) for size in _SLOT_SIZES}

@@ -6,7 +6,7 @@ on every change and once a second, so that everybody learns of deaths and restar
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mooncake_proto.codec import message
 from mooncake_proto.ids import Incarnation, InstanceId, MessageId, NodeId
@@ -60,13 +60,16 @@ class Member:
 class Load:
     """What an instance reports with each beat; fields that do not apply to a role stay 0.
 
-    ``ssd_blocks`` of ``ssd_slots`` are held on SSD; ``ssd_faults`` counts what the disk lost or refused.
+    Messenger: ``tenants`` are the blocks in use of the tenants that have most. ``ssd_blocks`` of ``ssd_slots`` are held
+    on SSD, which is read at ``ssd_bytes_per_s`` of late (0: not known); ``ssd_faults`` counts what it lost or refused.
 
     Prefill: ``queued_prompts`` are the (uncached, cached) tokens of every job not computed yet, oldest first; the
     first has been computed for ``prefill_elapsed_s``.
     ``recent_prefills`` are the (uncached, cached, seconds) of the last few of ``prefills`` computed ones, newest last.
     Decode: queued are the jobs whose KV is still to come, with their tokens; ``sequences`` are the (tokens, decoded
     tokens) of every running one; ``decoded_tokens`` is what a finished one had decoded here, on average of late.
+    ``recent_steps`` are the (sequences, tokens of KV, seconds) of the last few of ``steps``, newest last; ``step_s`` is
+    their moving average.
     """
 
     queued_jobs: Natural = 0
@@ -82,6 +85,8 @@ class Load:
     ssd_blocks: Natural = 0
     ssd_slots: Natural = 0
     ssd_faults: Natural = 0
+    ssd_bytes_per_s: float = 0.0
+    tenants: dict[str, Natural] = field(default_factory=dict)
     transferred_bytes: Natural = 0
     transports: str = ""
     draining: bool = False
@@ -91,6 +96,8 @@ class Load:
     recent_prefills: tuple[tuple[Natural, Natural, float], ...] = ()
     sequences: tuple[tuple[Natural, Natural], ...] = ()
     decoded_tokens: float = 0.0
+    steps: Natural = 0
+    recent_steps: tuple[tuple[Natural, Natural, float], ...] = ()
 
 
 @message("control.register")

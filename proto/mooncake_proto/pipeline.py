@@ -10,23 +10,27 @@ Activations go from stage to stage over the transports that KV takes too, as sli
 Its place is slot ``n % slots``, free again when every stage has answered chunk *n*: the head sends no more before.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mooncake_proto.codec import message
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, TransferId
 from mooncake_proto.serving import Sampling, TokenLogprob
-from mooncake_proto.shapes import Natural, PackedTokens, Positive
+from mooncake_proto.shapes import HexSecret, Natural, PackedTokens, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDoor:
-    """Where a stage takes activations. ``shm_path`` is for processes of the same host (``host_id``)."""
+    """Where a stage takes activations. ``shm_path`` is for processes of the same host (``host_id``).
+
+    Over tcp ``link_secret`` proves that the sender may connect.
+    """
 
     host_id: str
     shm_path: str
     tcp_host: str
     tcp_port: Natural
     token: str
+    link_secret: HexSecret = field(repr=False)
 
 
 @message("pipeline.join")

@@ -4,7 +4,8 @@ Each is built once, in ``__main__``, by :mod:`mooncake_mesh.cli.settings` (which
 passed down. A wrong value raises ``ValueError("field: what is allowed")``; the loader turns it into a ConfigError with
 the dotted path. Fields that repeat between roles are repeated here: a role's class is the whole truth about the role.
 
-Until there are keys (CURVE), an address that other machines reach is bound only where ``allow_insecure_bind`` says so.
+An address that other machines reach is bound only with ``keys``, or where ``allow_insecure_bind`` insists: see
+docs/security.md.
 """
 
 import enum
@@ -28,6 +29,7 @@ from mooncake_mesh.config_pipeline import PipelineConfig, layer_counts
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.config_run_dir import default_run_dir
 from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind
+from mooncake_mesh.config_tenants import tenant_shares
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.layout import KvDtype
 
@@ -122,6 +124,7 @@ class ConductorConfig:
     cost_profile: Annotated[Path | None, "JSON file of the cost model to start from; a small model's otherwise"] = None
     seed: Annotated[int, "seed of the random placement"] = 0
     index_max_blocks: Annotated[int, "block keys the prefix index holds at most"] = 4_000_000
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -159,6 +162,8 @@ class GatewayConfig:
     max_concurrent_requests: Annotated[int, "requests in flight; more are answered 429"] = 1024
     max_body_bytes: Annotated[int, "longest request body"] = 8 * MiB
     max_replacements: Annotated[int, "how often a request is placed anew after its workers were lost"] = 3
+    share_cache_across_tenants: Annotated[bool, "let tenants find each other's KV; they can tell by the time"] = False
+    keys: Annotated[Path | None, "folder with keys and API keys (mooncake keys): every door then asks for them"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -189,6 +194,9 @@ class MessengerConfig:
     eviction: Annotated[EvictionKind, "which unused block goes first when room is needed"] = EvictionKind.LRU
     ssd_dir: Annotated[Path | None, "folder that keeps blocks for which the arena has no room; none: they go"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, taken at once"] = 8 * GiB
+    tenant_quotas: Annotated[
+        str, "most percent of the arena for a tenant: NAME=PERCENT, separated by commas; *: for each one not named"
+    ] = ""
     transport: Annotated[TransportKind, "shm, tcp, rdma, or auto: shm on one host, else tcp"] = TransportKind.AUTO
     data_host: Annotated[str, "address of the TCP transport"] = "127.0.0.1"
     data_port: Annotated[int, "port of the TCP transport; 0 takes a free one"] = 0
@@ -198,6 +206,7 @@ class MessengerConfig:
     tcp_connections: Annotated[int, "TCP connections to each other node"] = 2
     checksum: Annotated[ChecksumKind, "checksum of every slice: xxh3 or none"] = ChecksumKind.XXH3
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -209,6 +218,10 @@ class MessengerConfig:
         connected(self, "conductor")
         at_least(self, 1 * MiB, "arena_bytes", "ssd_bytes")
         at_least(self, 1, "tcp_connections")
+        try:
+            tenant_shares(self.tenant_quotas)
+        except ValueError as error:
+            raise ValueError(f"tenant_quotas: {error}") from None
         if self.advertise_data is not None:
             host_and_port("advertise_data", self.advertise_data)
 
@@ -239,6 +252,7 @@ class PrefillConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
     fake: FakeConfig = FakeConfig()
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -273,6 +287,7 @@ class DecodeConfig:
     max_waiting_jobs: Annotated[int, "jobs that may wait for KV or for a place; more are refused"] = 256
     drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
     fake: FakeConfig = FakeConfig()
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -309,6 +324,10 @@ class UpConfig:
     run_dir: Annotated[Path | None, "folder for sockets; a fresh one otherwise, removed at the end"] = None
     log_dir: Annotated[Path | None, "folder for one log file of each process; all go to stderr otherwise"] = None
     fake: FakeConfig = FakeConfig()
+    share_cache_across_tenants: Annotated[bool, "let tenants find each other's KV; they can tell by the time"] = False
+    keys: Annotated[
+        Path | None, "folder with keys and API keys (mooncake keys): the gateway then asks for API keys"
+    ] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -329,6 +348,7 @@ class StatusConfig:
     """``mooncake status``: what to ask, and how to show it."""
 
     conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     timeout_s: Annotated[float, "how long to wait for its answer"] = 3.0
     watch_s: Annotated[float | None, "ask again this often, until interrupted"] = None
     json: Annotated[bool, "print the report as one JSON object"] = False
@@ -345,6 +365,7 @@ class ChatConfig:
     """``mooncake chat``: a conversation in the terminal."""
 
     gateway: Annotated[str, "endpoint of the gateway for SDK clients"] = "tcp://127.0.0.1:7710"
+    keys: Annotated[Path | None, "folder with the keys of a client (mooncake keys issue)"] = None
     model: Annotated[str | None, "model to talk to; the one that is served otherwise"] = None
     system: Annotated[str | None, "system prompt"] = None
     temperature: Annotated[float | None, "0 takes the likeliest token; the server's default otherwise"] = None

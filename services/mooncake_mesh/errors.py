@@ -5,8 +5,10 @@
     MooncakeError
     ├─ ConfigError                 dotted path of the bad key
     ├─ WireError                   VersionMismatch · MalformedMessage · UnknownKind   (mooncake_proto.errors)
-    ├─ MeshError                   PeerUnreachable* · CallTimeout* · Draining* · SlowReader · Refused · RemoteFailure
-    ├─ RequestError                InvalidRequest · ModelNotFound · TooLong · Rejected* · Aborted · DeadlineExceeded
+    ├─ MeshError                   PeerUnreachable* · KeyRefused · CallTimeout* · Draining* · SlowReader · Refused ·
+    │                              RemoteFailure
+    ├─ RequestError                InvalidRequest · ModelNotFound · TooLong · InvalidApiKey · Rejected* ·
+    │                              DecodeRefused* · Aborted · DeadlineExceeded
     ├─ TransferError               SliceLost* · ChecksumMismatch* · NoFreeBlocks*
     ├─ ModelError                  UnsupportedModel
     └─ InternalError               InvalidTransition · InvariantViolated              (bugs)
@@ -24,11 +26,14 @@ __all__ = [
     "ChecksumMismatch",
     "ConfigError",
     "DeadlineExceeded",
+    "DecodeRefused",
     "Draining",
     "InternalError",
+    "InvalidApiKey",
     "InvalidRequest",
     "InvalidTransition",
     "InvariantViolated",
+    "KeyRefused",
     "MeshError",
     "ModelError",
     "ModelNotFound",
@@ -67,6 +72,13 @@ class MeshError(MooncakeError):
 class PeerUnreachable(MeshError):
     code = "peer_unreachable"
     retryable = True
+
+
+class KeyRefused(PeerUnreachable):
+    """The two ends of a connection do not accept each other's CURVE keys; its message says what may be wrong."""
+
+    code = "key_refused"
+    retryable = False
 
 
 class CallTimeout(MeshError):
@@ -127,8 +139,14 @@ class TooLong(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class InvalidApiKey(RequestError):
+    """The caller showed no API key that this gateway knows."""
+
+    code = "invalid_api_key"
+
+
 class Rejected(RequestError):
-    """Refused before any work was done. ``unavailable``: nobody could serve it (503), otherwise contended (429)."""
+    """Refused before anything was shown. ``unavailable``: nobody could serve it (503), otherwise contended (429)."""
 
     code = "rejected"
     retryable = True
@@ -138,6 +156,15 @@ class Rejected(RequestError):
         self.reason = reason
         self.unavailable = unavailable
         self.retry_after_s = retry_after_s
+
+
+class DecodeRefused(Rejected):
+    """A decode instance has no place for a computed prompt: another one may have (429 otherwise)."""
+
+    code = "decode_refused"
+
+    def __init__(self, reason: str, *, retry_after_s: float) -> None:
+        super().__init__(reason, unavailable=False, retry_after_s=retry_after_s)
 
 
 class Aborted(RequestError):

@@ -80,7 +80,7 @@ class ScriptedRpc:
 
     answer: StatusReport | Exception
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keys: object = None) -> None:
         pass
 
     async def __aenter__(self) -> "ScriptedRpc":

@@ -151,5 +151,7 @@ def _elsewhere(door: StageDoor) -> StageDoor:
 
 
 def _changed(door: StageDoor, **other: str) -> StageDoor:
-    fields = {name: getattr(door, name) for name in ("host_id", "shm_path", "tcp_host", "tcp_port", "token")}
+    fields = {
+        name: getattr(door, name) for name in ("host_id", "shm_path", "tcp_host", "tcp_port", "token", "link_secret")
+    }
     return StageDoor(**{**fields, **other})

@@ -6,6 +6,7 @@ another incarnation.
 """
 
 import asyncio
+import enum
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from time import monotonic
@@ -42,6 +43,7 @@ from mooncake_proto.control import ClusterState, Health, MemberState, ModelCard,
 from mooncake_proto.ids import JobId
 from mooncake_proto.serving import (
     CancelJob,
+    DecodeGranted,
     FirstToken,
     JobFailed,
     Placement,
@@ -61,6 +63,13 @@ _CONDUCTOR_RETRY_AFTER_S: Final = 1.0
 _WORKERS: Final = (Role.PREFILL, Role.DECODE)
 
 
+class CacheSharing(enum.Enum):
+    """Whose KV a request may find in the pool."""
+
+    WITHIN_TENANT = "within_tenant"
+    ACROSS_TENANTS = "across_tenants"
+
+
 @dataclass(slots=True)
 class _Running:
     """One request on its way; ``events`` holds at most what it generates."""
@@ -73,10 +82,18 @@ class _Running:
 class MeshClient:
     """Implements the ``Mesh`` of gateway/api.py. Create inside a running loop."""
 
-    def __init__(self, conductor: RpcClient, tasks: asyncio.TaskGroup, *, max_replacements: int) -> None:
+    def __init__(
+        self,
+        conductor: RpcClient,
+        tasks: asyncio.TaskGroup,
+        *,
+        max_replacements: int,
+        sharing: CacheSharing = CacheSharing.WITHIN_TENANT,
+    ) -> None:
         self._conductor = conductor
         self._tasks = tasks
         self._max_replacements = max_replacements
+        self._sharing = sharing
         self._workers = Phonebook(on_lost=self._endpoint_lost)
         self._running: dict[JobId, _Running] = {}
         self._members: tuple[MemberState, ...] = ()
@@ -85,7 +102,12 @@ class MeshClient:
 
     def stream_handlers(self) -> dict[type, Handler]:
         """What the stream ROUTER takes."""
-        return {FirstToken: self._first_token, TokenBatch: self._token_batch, JobFailed: self._job_failed}
+        return {
+            FirstToken: self._first_token,
+            DecodeGranted: self._decode_granted,
+            TokenBatch: self._token_batch,
+            JobFailed: self._job_failed,
+        }
 
     def close(self) -> None:
         self._workers.close()
@@ -124,7 +146,7 @@ class MeshClient:
             dtype=card.dtype,
             block_tokens=card.block_tokens,
             block_bytes=card.block_bytes,
-            tenant=request.tenant,
+            tenant=request.tenant if self._sharing is CacheSharing.WITHIN_TENANT else "",
             cache_salt=request.cache_salt,
         )
         core = RequestCore(
@@ -233,6 +255,11 @@ class MeshClient:
         running = self._running.get(first.job_id)
         if running is not None:
             self._feed(running, first)
+
+    def _decode_granted(self, granted: DecodeGranted, _: Caller) -> None:
+        running = self._running.get(granted.job_id)
+        if running is not None:
+            self._feed(running, granted)
 
     def _token_batch(self, batch: TokenBatch, _: Caller) -> None:
         for entry in batch.entries:

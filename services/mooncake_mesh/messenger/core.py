@@ -4,6 +4,7 @@ Every job belongs to one worker process (instance and incarnation); when that pr
 A transfer into a job's blocks is a landing; it ends before or with its job.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +14,7 @@ from mooncake_mesh.errors import InvalidRequest, NoFreeBlocks, SliceLost, Transf
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.kv.block_pool import BlockPool, NoRoom, PoolEvent, Sealed
 from mooncake_mesh.kv.eviction import EvictionKind, eviction_policy
+from mooncake_mesh.kv.tenants import NO_QUOTAS, TenantQuotas
 from mooncake_mesh.messenger.landing import Landing, LandingState
 from mooncake_mesh.messenger.sending import Outbound
 from mooncake_mesh.messenger.store.slots import SlotTable
@@ -23,6 +25,8 @@ from mooncake_proto.transfer import Acquire, Acquired, CloseWrite, OpenWrite, Pu
 _WHOLE: Final = 1
 """Layers of a transfer that moves blocks whole."""
 
+_REMEMBERED_ABORTS: Final = 1024
+
 
 @dataclass(slots=True)
 class _Job:
@@ -30,19 +34,29 @@ class _Job:
     incarnation: Incarnation
     blocks: list[BlockId]
     keys: list[BlockKey]
+    tenant: str
     landing: Landing | None = None
 
 
 class MessengerCore:
     """Jobs, landings and outbound transfers over one pool. Called from one thread; keeps no clock."""
 
-    def __init__(self, *, n_blocks: int, block_bytes: int, eviction: EvictionKind = EvictionKind.LRU) -> None:
-        self.pool = BlockPool(n_blocks, eviction=eviction_policy(eviction))
+    def __init__(
+        self,
+        *,
+        n_blocks: int,
+        block_bytes: int,
+        eviction: EvictionKind = EvictionKind.LRU,
+        quotas: TenantQuotas = NO_QUOTAS,
+    ) -> None:
+        self.pool = BlockPool(n_blocks, eviction=eviction_policy(eviction), quotas=quotas)
+        self._quotas = quotas
         self.block_bytes = block_bytes
         self.slots: SlotTable | None = None  # the SSD tier, where there is one
         self._jobs: dict[JobId, _Job] = {}
         self._landings: dict[TransferId, Landing] = {}
         self._stage_writes: dict[tuple[Incarnation, JobId, int], list[BlockId]] = {}
+        self._given_up: OrderedDict[TransferId, str] = OrderedDict()
         self._outbound: dict[TransferId, Outbound] = {}
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
@@ -72,6 +86,9 @@ class MessengerCore:
             raise InvalidRequest(f"job {request.job_id} has its blocks already", param="job_id")
         if request.n_blocks > self.pool.n_blocks:
             raise InvalidRequest(f"{request.n_blocks} blocks exceed the arena's {self.pool.n_blocks}", param="n_blocks")
+        quota = self._quotas.of(request.tenant)
+        if quota is not None and request.n_blocks > quota:
+            raise InvalidRequest(f"{request.n_blocks} blocks exceed the tenant's quota of {quota}", param="n_blocks")
         if request.landing is not None:
             self._check_layers(request.landing_layers, "landing_layers")
             if request.landing in self._landings:
@@ -80,11 +97,11 @@ class MessengerCore:
         cached = self.pool.match(keys[: min(request.max_cached_blocks, request.n_blocks)])
         holder = _holder(request.job_id)
         self.pool.hold(holder, cached)
-        fresh = self.pool.reserve(holder, request.n_blocks - len(cached))
+        fresh = self.pool.reserve(holder, request.n_blocks - len(cached), tenant=request.tenant)
         if isinstance(fresh, NoRoom):
             self.pool.release(holder)
             return fresh
-        job = _Job(request.instance_id, request.incarnation, [*cached, *fresh], keys)
+        job = _Job(request.instance_id, request.incarnation, [*cached, *fresh], keys, request.tenant)
         self._jobs[request.job_id] = job
         if request.landing is not None:
             last = min(request.landing_blocks, request.n_blocks)
@@ -96,7 +113,8 @@ class MessengerCore:
         job = self._jobs.get(job_id)
         if job is None:
             return []
-        got = self.pool.reserve(_holder(job_id), min(wanted, self.pool.available_blocks))
+        wanted = min(wanted, self.pool.available_to(job.tenant))
+        got = self.pool.reserve(_holder(job_id), wanted, tenant=job.tenant)
         assert not isinstance(got, NoRoom), "asked for no more than there is"
         job.blocks += got
         return got
@@ -198,12 +216,14 @@ class MessengerCore:
         cached = self.pool.match(keys)
         missing = keys[len(cached) :]
         n_blocks = prefix_on_ssd(self.slots, missing)
-        if n_blocks == 0 or n_blocks > self.pool.available_blocks - len(cached):
+        if n_blocks == 0:
             return None
         self.pool.hold(_holder(job_id), cached)
-        blocks = self.pool.reserve(_holder(job_id), n_blocks)
-        assert not isinstance(blocks, NoRoom), "there is room beside those just held"
-        self._jobs[job_id] = _Job(owner, incarnation, [*cached, *blocks], keys)
+        blocks = self.pool.reserve(_holder(job_id), n_blocks, tenant=request.tenant)
+        if isinstance(blocks, NoRoom):
+            self.pool.release(_holder(job_id))
+            return None
+        self._jobs[job_id] = _Job(owner, incarnation, [*cached, *blocks], keys, request.tenant)
         return Target(holder=_holder(job_id), blocks=blocks, keys=missing)
 
     # --- landings -----------------------------------------------------------------------------------------------------
@@ -219,12 +239,26 @@ class MessengerCore:
         Raises NoFreeBlocks: a fetch is an optimisation and waits for nobody.
         """
         job_id = JobId(transfer_id)
-        blocks = self.pool.reserve(_holder(job_id), len(keys))
+        blocks = self.pool.reserve(_holder(job_id), len(keys), tenant=owner.tenant)
         if isinstance(blocks, NoRoom):
             raise NoFreeBlocks(f"no room to fetch {len(keys)} blocks")
-        job = _Job(owner.instance_id, owner.incarnation, blocks, list(keys))
+        job = _Job(owner.instance_id, owner.incarnation, blocks, list(keys), owner.tenant)
         self._jobs[job_id] = job
         return self._open(job, job_id, transfer_id, range(len(keys)), _WHOLE, now_s)
+
+    def give_up(self, transfer_id: TransferId, why: str) -> Landing | None:
+        """The sender sends no more: fail the landing, or, where there is none yet, the one that is opened for it later.
+
+        The two ends of a transfer are told of it by different ways, so its abort may come first.
+        """
+        landing = self._landings.get(transfer_id)
+        if landing is not None:
+            landing.fail(why)
+            return landing
+        self._given_up[transfer_id] = why
+        if len(self._given_up) > _REMEMBERED_ABORTS:
+            self._given_up.popitem(last=False)
+        return None
 
     def settle(self, landing: Landing) -> None:
         """After writes into a landing ended: once it has landed, share its whole blocks. Again is fine."""
@@ -241,6 +275,8 @@ class MessengerCore:
         slots = [Slot(logical=i, block=job.blocks[i], generation=self.pool.generation(job.blocks[i])) for i in logicals]
         slice_bytes = self.block_bytes // layers
         landing = Landing(transfer_id, job_id, slots, layers=layers, slice_bytes=slice_bytes, now_s=now_s)
+        if transfer_id in self._given_up:
+            landing.fail(self._given_up.pop(transfer_id))
         job.landing = landing
         self._landings[transfer_id] = landing
         return landing
@@ -269,7 +305,7 @@ class MessengerCore:
         keys = list(split_keys(request.keys))
         blocks = self.pool.match(keys)
         self.pool.hold(_holder(job_id), blocks)
-        self._jobs[job_id] = _Job(owner, incarnation, blocks, keys)
+        self._jobs[job_id] = _Job(owner, incarnation, blocks, keys, request.tenant)
         return self._outbox(request.transfer_id, job_id, blocks, _WHOLE)
 
     def _check_layers(self, layers: int, param: str) -> None:

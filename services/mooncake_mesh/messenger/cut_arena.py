@@ -1,7 +1,7 @@
 """What a messenger has once its arena is cut into blocks: the pool's core, transfers both ways, the SSD tier."""
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import replace
 from time import monotonic
 from typing import Final
@@ -41,7 +41,8 @@ from mooncake_proto.transfer import (
 log = structlog.get_logger(__name__)
 
 _FETCH_TIMEOUT_S: Final = 20.0
-_REMEMBERED_DEAD: Final = 1024
+_MOST_WORKERS: Final = 4096
+_TENANTS_REPORTED: Final = 32
 
 
 class CutArena:
@@ -71,7 +72,8 @@ class CutArena:
         self._me = me
         self._endpoint = endpoint
         self._room = Bell()
-        self._gone: OrderedDict[Incarnation, None] = OrderedDict()
+        self._fetches: dict[TransferId, str] = {}
+        self._attached: OrderedDict[Incarnation, None] = OrderedDict()
 
     def load(self) -> Load:
         pool = self.core.pool
@@ -81,6 +83,7 @@ class CutArena:
             blocks_free=pool.free_blocks,
             blocks_cached=pool.sealed_blocks,
             blocks_evictable=pool.evictable_blocks,
+            tenants=dict(Counter(pool.tenant_usage()).most_common(_TENANTS_REPORTED)),
             transferred_bytes=self.sender.sent_bytes,
             transports=",".join(sorted(self.sender.transports)),
         )
@@ -90,17 +93,23 @@ class CutArena:
 
     def came(self, incarnation: Incarnation) -> None:
         """A worker attached."""
-        self._gone.pop(incarnation, None)
+        self._attached[incarnation] = None
+        if len(self._attached) > _MOST_WORKERS:
+            self._attached.popitem(last=False)
 
     async def acquire(self, request: Acquire) -> Acquired:
-        """Waits for room, and for the landing if there is one, for as long as the call's deadline allows."""
+        """Waits for room, and for the landing if there is one, for as long as the call's deadline allows.
+
+        Raises PeerUnreachable for a worker that has not attached to this life of the messenger, or has died since:
+        nobody would ever release what it got.
+        """
         core, receiver = self.core, self.receiver
+        self._check_attached(request)
         if request.fetch_from and request.fetch_blocks:
             await self._fetch_prefix(request)
 
         def attempt() -> Acquired | None:
-            if request.incarnation in self._gone:  # nobody would ever release what it got
-                raise PeerUnreachable(f"{request.instance_id} is gone")
+            self._check_attached(request)
             result = core.acquire(request, monotonic())
             return None if isinstance(result, NoRoom) else result
 
@@ -112,6 +121,10 @@ class CutArena:
         receiver.changed.ring()
         return replace(acquired, landed=await receiver.landed(request.landing))
 
+    def _check_attached(self, request: Acquire | OpenWrite) -> None:
+        if request.incarnation not in self._attached:
+            raise PeerUnreachable(f"{request.instance_id} has not attached to this arena, or is gone")
+
     async def _fetch_prefix(self, request: Acquire) -> None:
         """Copy missing prefix blocks from another node. Whatever goes wrong, the job computes them instead."""
         core, receiver = self.core, self.receiver
@@ -119,11 +132,17 @@ class CutArena:
         if not keys:
             return
         transfer_id = TransferId(uuid4().hex)
+        self._fetches[transfer_id] = request.fetch_from
         try:
             landing = core.open_fetch(transfer_id, request, keys, monotonic())
             receiver.changed.ring()
             push = PushBlocks(
-                transfer_id=transfer_id, target=self._endpoint, keys=join_keys(keys), deadline_s=_FETCH_TIMEOUT_S
+                transfer_id=transfer_id,
+                target=self._endpoint,
+                keys=join_keys(keys),
+                deadline_s=_FETCH_TIMEOUT_S,
+                job_id=request.job_id,
+                tenant=request.tenant,
             )
             pushing = await self._peers.get(request.fetch_from).call(push, Pushing, timeout_s=_FETCH_TIMEOUT_S)
             landing.shorten(pushing.n_blocks)
@@ -141,7 +160,14 @@ class CutArena:
         except (MooncakeError, TimeoutError) as error:
             log.warning("prefix_fetch_failed", job_id=request.job_id, source=request.fetch_from, error=str(error)[:200])
         finally:
+            del self._fetches[transfer_id]
             self.end_job(JobId(transfer_id), "the fetch is over")
+
+    def peer_lost(self, endpoint: str) -> None:
+        """The connection to another messenger is gone: what it was to push will not come, and its job computes it."""
+        for transfer_id in [one for one, source in self._fetches.items() if source == endpoint]:
+            self.core.give_up(transfer_id, f"{endpoint} is gone")
+            self.receiver.changed.ring()
 
     def grow(self, request: Grow) -> Grown:
         got = {job_id: self.core.grow(JobId(job_id), wanted) for job_id, wanted in request.wanted.items()}
@@ -153,8 +179,8 @@ class CutArena:
         self._publish()
 
     def open_write(self, request: OpenWrite) -> None:
-        if request.incarnation in self._gone:  # nobody would ever close it
-            raise PeerUnreachable(f"{request.instance_id} is gone")
+        """Raises PeerUnreachable for a stage that has not attached, or is gone: nobody would ever close it."""
+        self._check_attached(request)
         self.core.open_write(request)
 
     def close_write(self, request: CloseWrite) -> None:
@@ -163,9 +189,7 @@ class CutArena:
 
     def worker_gone(self, holder: Holder) -> None:
         """The kernel closed a worker's connection: it writes no more, whatever became of it."""
-        self._gone[holder.incarnation] = None
-        if len(self._gone) > _REMEMBERED_DEAD:
-            self._gone.popitem(last=False)
+        self._attached.pop(holder.incarnation, None)
         self.core.writer_gone(holder.incarnation)
         jobs = self.core.jobs_of(holder.instance_id, holder.incarnation)
         log.info("holder_gone", holder=holder.instance_id, jobs=len(jobs))

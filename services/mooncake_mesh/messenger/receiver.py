@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -16,6 +15,8 @@ from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.landing import Destination, Landing, LandingState, SliceSpan
 from mooncake_mesh.messenger.transports.api import Incoming, LinkLost
+from mooncake_mesh.messenger.transports.crew import Crew
+from mooncake_mesh.messenger.transports.link_auth import new_secret
 from mooncake_mesh.messenger.transports.shm import Copy, SourceArenas, copy_in
 from mooncake_proto.ids import TransferId
 from mooncake_proto.rdma import RdmaMemory
@@ -45,7 +46,7 @@ class _Opened:
 
 
 class Receiver:
-    """All transfers on their way in. Everything runs on the event loop, copies on *threads*."""
+    """All transfers on their way in. Everything runs on the event loop, copies on *crew*."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Receiver:
         arena: memoryview,
         me: ArenaInfo,
         sources: SourceArenas,
-        threads: ThreadPoolExecutor,
+        crew: Crew,
         *,
         transport: TransportKind,
         data_host: str,
@@ -65,16 +66,18 @@ class Receiver:
         self._arena = arena
         self._me = me
         self._sources = sources
-        self._threads = threads
+        self._crew = crew
         self._transport = transport
         self.data_host = data_host
         self._rdma = rdma
         self._on_written = on_written
         self._opened: dict[TransferId, _Opened] = {}
         self._by_token: dict[bytes, _Opened] = {}
+        self._draining: dict[bytes, _Opened] = {}  # over with their jobs, and still being written
         self.changed = Bell()
         self.received_bytes = 0
         self.data_port = 0
+        self.link_secret = new_secret()
 
     async def open(self, request: OpenTransfer) -> TransferPlan:
         """Tell a sender where its blocks go. Waits for the landing to be reserved (the call's deadline bounds it)."""
@@ -86,8 +89,8 @@ class Receiver:
         if request.transfer_id in self._opened:
             raise SliceLost(f"transfer {request.transfer_id} has a sender already")
         transport, source = await self._choose(request)
-        if self._core.landing(request.transfer_id) is not landing:
-            raise SliceLost(f"transfer {request.transfer_id} has ended: {landing.failure}")
+        if self._core.landing(request.transfer_id) is not landing or request.transfer_id in self._opened:
+            raise SliceLost(f"transfer {request.transfer_id} has ended, or a sender: {landing.failure}")
         token = secrets.token_bytes(16)
         opened = _Opened(landing=landing, token=token, source=source)
         self._opened[request.transfer_id] = self._by_token[token] = opened
@@ -98,6 +101,7 @@ class Receiver:
             tcp_port=self.data_port,
             token=token.hex(),
             slots=landing.slots,
+            link_secret=self.link_secret.hex() if transport == TransportKind.TCP.value else "",
         )
 
     async def landed(self, transfer_id: TransferId) -> Landed:
@@ -114,19 +118,26 @@ class Receiver:
             last_slice_s=landing.last_slice_s - landing.opened_s,
         )
 
-    def abort(self, transfer_id: TransferId, why: str) -> None:
-        """The sender has given up."""
-        landing = self._core.landing(transfer_id)
-        if landing is not None:
-            landing.fail(why)
-            self.changed.ring()
+    async def abort(self, transfer_id: TransferId, why: str) -> None:
+        """The sender has given up. Returns after the last write: its memory is read no more."""
+        self._core.give_up(transfer_id, why)
+        self.changed.ring()
+        opened = self._opened.get(transfer_id) or self._drained(transfer_id)
+        if opened is not None:
+            landing = opened.landing
+            await self.changed.until(lambda: True if landing.is_quiet else None)
 
     def forget(self, transfer_id: TransferId) -> None:
         """The landing has ended with its job; late slices find nothing."""
         opened = self._opened.pop(transfer_id, None)
         if opened is not None:
             del self._by_token[opened.token]
+            if not opened.landing.is_quiet:
+                self._draining[opened.token] = opened
         self.changed.ring()
+
+    def _drained(self, transfer_id: TransferId) -> _Opened | None:
+        return next((one for one in self._draining.values() if one.landing.transfer_id == transfer_id), None)
 
     # --- shared memory and RDMA ---------------------------------------------------------------------------------------
 
@@ -155,7 +166,7 @@ class Receiver:
     async def _fetch(self, copies: Sequence[Copy], source: BorrowedArena | RdmaMemory) -> None:
         """Returns, also when cancelled, only after the last byte was written."""
         if isinstance(source, BorrowedArena):
-            await copy_in(copies, source, self._arena, self._threads)
+            await copy_in(copies, source, self._arena, self._crew)
         else:
             assert self._rdma is not None, "chosen for this transfer"
             await self._rdma.read_in(copies, source)
@@ -196,13 +207,7 @@ class Receiver:
         return opened.landing.admit([item.span for item in incoming], self._core.pool)
 
     def end(self, token: bytes, destinations: Sequence[Destination], error: TransferError | None) -> None:
-        opened = self._by_token.get(token)
-        if opened is None:  # the job ended while its slice was on the wire
-            for place in destinations:
-                self._core.pool.end_write(place.block)
-            self._on_written()
-            return
-        self._finish(opened, destinations, error)
+        self._finish(self._by_token.get(token) or self._draining[token], destinations, error)
 
     def _finish(self, opened: _Opened, destinations: Sequence[Destination], error: TransferError | None) -> None:
         if isinstance(error, LinkLost):
@@ -215,6 +220,8 @@ class Receiver:
             opened.landing.written(destinations, self._core.pool, monotonic())
             self.received_bytes += sum(place.size_bytes for place in destinations)
             self._core.settle(opened.landing)
+        if opened.landing.is_quiet:
+            self._draining.pop(opened.token, None)
         if opened.landing.state is not LandingState.OPEN:
             self.changed.ring()
         self._on_written()

@@ -12,13 +12,13 @@ TCP    other messengers        slices, where the transport is tcp
 
 import asyncio
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from mooncake_mesh.config import MessengerConfig, TransportKind
+from mooncake_mesh.config_tenants import tenant_quotas
 from mooncake_mesh.errors import (
     ConfigError,
     InvalidRequest,
@@ -38,6 +38,7 @@ from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.ssd import NodeSsd
 from mooncake_mesh.messenger.store.records import Namespace
+from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_mesh.messenger.transports.shm import SourceArenas
 from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
 from mooncake_proto.control import Load, Member, Ok, Ping, Pong, Role
@@ -85,9 +86,9 @@ class MessengerService:
         self._incarnation = new_incarnation()
         self._arena = Arena.create(config.arena_bytes)
         self._holder = Holder(instance_id=InstanceId(config.instance_id), incarnation=self._incarnation)
-        self._threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="copy")
+        self._crew = Crew(_COPY_THREADS)
         self._sources = SourceArenas(self._holder)
-        self._peers = Phonebook()
+        self._peers = Phonebook(on_lost=self._peer_lost)
         self._conductor = RpcClient(config.conductor)
         self._publisher = KvPublisher(self._conductor, NodeId(config.node_id), self._incarnation)
         self._membership: Membership | None = None
@@ -160,7 +161,7 @@ class MessengerService:
             self._rdma.close()
         self._peers.close()
         self._conductor.close()
-        self._threads.shutdown()
+        self._crew.close()
         await self._ssd.close()
         self._sources.close()
 
@@ -208,7 +209,8 @@ class MessengerService:
                 self._lifecycle.stop("ssd_dir refused")
             raise
         n_blocks = config.arena_bytes // block_bytes
-        core = MessengerCore(n_blocks=n_blocks, block_bytes=block_bytes, eviction=config.eviction)
+        quotas = tenant_quotas(config.tenant_quotas, n_blocks)
+        core = MessengerCore(n_blocks=n_blocks, block_bytes=block_bytes, eviction=config.eviction, quotas=quotas)
         info = self._info(core)
         view = self._arena.view
         cut = CutArena(
@@ -225,20 +227,20 @@ class MessengerService:
             view,
             info,
             self._sources,
-            self._threads,
+            self._crew,
             transport=config.transport,
             data_host=config.data_host,
             rdma=self._rdma,
             on_written=cut.pool_changed,
         )
-        self._listener = TcpListener(config.data_host, config.data_port, view, receiver)
+        self._listener = TcpListener(config.data_host, config.data_port, view, receiver, secret=receiver.link_secret)
         receiver.data_host, receiver.data_port = config.advertised_data(self._listener.port)
         cut.sender = Sender(
             view,
             info,
             self._peers,
             self._tasks,
-            self._threads,
+            self._crew,
             transport=config.transport,
             checksums=config.checksum,
             tcp_connections=config.tcp_connections,
@@ -259,7 +261,7 @@ class MessengerService:
             self._config.rdma,
             self._arena.view,
             self._peers,
-            self._threads,
+            self._crew,
             incarnation=self._incarnation,
             endpoint=self._server.endpoint,
         )
@@ -277,6 +279,10 @@ class MessengerService:
     def _worker_gone(self, holder: Holder) -> None:
         if self._cut is not None:
             self._cut.worker_gone(holder)
+
+    def _peer_lost(self, endpoint: str) -> None:
+        if self._cut is not None:
+            self._cut.peer_lost(endpoint)
 
     # --- what needs the pool ------------------------------------------------------------------------------------------
 
@@ -327,8 +333,8 @@ class MessengerService:
     async def _slice_offer(self, offer: SliceOffer, _: Caller) -> SliceAck:
         return await self._ready().receiver.take_offer(offer)
 
-    def _abort_transfer(self, request: AbortTransfer, _: Caller) -> Ok:
-        self._ready().receiver.abort(request.transfer_id, request.reason)
+    async def _abort_transfer(self, request: AbortTransfer, _: Caller) -> Ok:
+        await self._ready().receiver.abort(request.transfer_id, request.reason)
         return Ok()
 
     async def _push_blocks(self, request: PushBlocks, _: Caller) -> Pushing:

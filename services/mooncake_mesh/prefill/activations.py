@@ -17,6 +17,7 @@ from mooncake_mesh.mesh.host import host_id
 from mooncake_mesh.messenger.landing import Destination, SliceSpan
 from mooncake_mesh.messenger.sending import OutgoingSlice
 from mooncake_mesh.messenger.transports.api import Incoming, SealedSlice, checksum
+from mooncake_mesh.messenger.transports.link_auth import new_secret
 from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
 from mooncake_mesh.messenger.transports.shm_link import ShmListener, shm_connections
 from mooncake_mesh.messenger.transports.tcp import tcp_connections
@@ -105,9 +106,15 @@ class Door:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)  # of a former life that was killed
         self._shm = ShmListener(path, memory.arena.view, landings)
-        self._tcp = TcpListener(host, port, memory.arena.view, landings)
+        secret = new_secret()
+        self._tcp = TcpListener(host, port, memory.arena.view, landings, secret=secret)
         self.address = StageDoor(
-            host_id=host_id(), shm_path=str(path), tcp_host=host, tcp_port=self._tcp.port, token=token.hex()
+            host_id=host_id(),
+            shm_path=str(path),
+            tcp_host=host,
+            tcp_port=self._tcp.port,
+            token=token.hex(),
+            link_secret=secret.hex(),
         )
 
     async def close(self) -> None:
@@ -144,4 +151,4 @@ class Outlet:
 def _connections(door: StageDoor, memory: SlotMemory) -> Connections:
     if door.host_id == host_id() and Path(door.shm_path).is_socket():
         return shm_connections(Path(door.shm_path), memory.arena.fd)
-    return tcp_connections(door.tcp_host, door.tcp_port, _TCP_LANES)
+    return tcp_connections(door.tcp_host, door.tcp_port, bytes.fromhex(door.link_secret), _TCP_LANES)

@@ -7,7 +7,8 @@ from typing import Final
 import structlog
 
 from mooncake_mesh.errors import MeshError, SliceLost
-from mooncake_mesh.messenger.transports import frames
+from mooncake_mesh.mesh.log_allowance import LogAllowance
+from mooncake_mesh.messenger.transports import frames, link_auth
 from mooncake_mesh.messenger.transports.api import Landings
 from mooncake_mesh.messenger.transports.frames import Carriage, FrameError, Hello, Kind
 from mooncake_mesh.messenger.transports.inbound import InboundFrame, InboundLink
@@ -23,15 +24,20 @@ _SCRATCH_BYTES: Final = 64 << 10
 
 
 class TcpListener:
-    """Accepts links and lands their frames in *memory*. ``port`` is the one really bound. Create on the loop."""
+    """Accepts links and lands their frames in *memory*. ``port`` is the one really bound. Create on the loop.
 
-    def __init__(self, host: str, port: int, memory: memoryview, landings: Landings) -> None:
+    Only who knows *secret* may open a link (link_auth.py). Who does not is logged, within bounds.
+    """
+
+    def __init__(self, host: str, port: int, memory: memoryview, landings: Landings, *, secret: bytes) -> None:
         try:
             self._listener = socket.create_server((host, port), backlog=64)
         except OSError as error:
             raise MeshError(f"cannot listen on {host}:{port}: {error}") from error
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
+        self._secret = secret
+        self._allowance = LogAllowance()
         self._memory = memory
         self._landings = landings
         self._loop = asyncio.get_running_loop()
@@ -60,6 +66,8 @@ class TcpListener:
         except OSError as error:
             log.info("accept_failed", error=str(error))
             return
+        if self.n_connections >= _MAX_CONNECTIONS and self._strangers:
+            self._dismiss(next(iter(self._strangers)), "waited longest, and there is no room")
         if self.n_connections >= _MAX_CONNECTIONS:
             log.warning("tcp_connection_refused", peer=str(peer), open=self.n_connections)
             connection.close()
@@ -67,15 +75,17 @@ class TcpListener:
         connection.setblocking(False)
         timer = self._loop.call_later(_HELLO_TIMEOUT_S, self._dismiss, connection, "no hello")
         self._strangers[connection] = timer
-        self._loop.add_reader(connection, self._greet, connection)
+        challenge = link_auth.Challenge(self._secret)
+        self._loop.add_reader(connection, self._greet, connection, challenge)
+        try:
+            connection.send(challenge.data)
+        except OSError as error:
+            self._dismiss(connection, str(error))
 
-    def _greet(self, connection: socket.socket) -> None:
+    def _greet(self, connection: socket.socket, challenge: link_auth.Challenge) -> None:
         """A stranger said something. A hello is small and comes whole, so half a one is not waited for."""
         try:
-            data = connection.recv(frames.HELLO.size)
-            if len(data) < frames.HELLO.size:
-                raise FrameError("closed or cut short before the hello")
-            hello = frames.unpack_hello(data)
+            hello, welcome = challenge.check(connection.recv(link_auth.HELLO_BYTES))
             link = self._links.get(hello.sender)
             if hello.kind is Kind.LANE and (link is None or link.hello.epoch != hello.epoch):
                 raise FrameError("a lane of no link")
@@ -87,21 +97,21 @@ class TcpListener:
             self._dismiss(connection, str(error))
             return
         if hello.kind is Kind.LANE and link is not None:
-            self._welcome(connection, link, hello)
+            self._welcome(connection, link, hello, welcome)
         else:
-            self._introduce(connection, hello)
+            self._introduce(connection, hello, welcome)
 
-    def _introduce(self, connection: socket.socket, hello: Hello) -> None:
+    def _introduce(self, connection: socket.socket, hello: Hello, welcome: bytes) -> None:
         def make(after: "asyncio.Future[None] | None") -> InboundLink:
             return InboundLink(hello, self._memory, self._landings, self._loop, Carriage.LANES, after)
 
         link = self._links.introduce(hello.sender, make)
-        link.when_former_ended(lambda: self._welcome(connection, link, hello))
+        link.when_former_ended(lambda: self._welcome(connection, link, hello, welcome))
 
-    def _welcome(self, connection: socket.socket, link: InboundLink, hello: Hello) -> None:
+    def _welcome(self, connection: socket.socket, link: InboundLink, hello: Hello, welcome: bytes) -> None:
         try:
             tune(connection, timeout_s=_STALL_TIMEOUT_S)
-            connection.send(frames.WELCOME)
+            connection.send(welcome)
             if hello.kind is Kind.LANE:
                 link.add_lane(hello.lane, TcpLane(connection))
             else:
@@ -115,7 +125,9 @@ class TcpListener:
         self._strangers.pop(connection).cancel()
         self._loop.remove_reader(connection)
         connection.close()
-        log.info("tcp_stranger_dismissed", reason=why)
+        unsaid = self._allowance.take(self._loop.time())
+        if unsaid is not None:
+            log.warning("tcp_stranger_dismissed", reason=why, unsaid=unsaid)
 
 
 class TcpLane:
