@@ -1,7 +1,7 @@
 """Settings of a prefill instance of several stages: which stage a process is, and where the others are.
 
 Stage 0 is the instance's head: it has the queue, the sockets to gateways and decode workers, and the first layers. The
-further stages are processes of the same command with ``stage`` above 0.
+further stages are processes of the same command with ``stage`` above 0, on the same node: all of them write its arena.
 """
 
 from dataclasses import dataclass, field
@@ -24,8 +24,6 @@ class PipelineConfig:
     run_dir: Annotated[Path, "of a further stage: folder for the socket that takes activations"] = field(
         default_factory=default_run_dir
     )
-    data_host: Annotated[str, "of a further stage: address that takes activations from other hosts"] = "127.0.0.1"
-    data_port: Annotated[int, "its port; 0 takes a free one"] = 0
 
     def __post_init__(self) -> None:
         at_least(self, 0, "stage")
@@ -34,8 +32,6 @@ class PipelineConfig:
             raise ValueError(f"stage: must be below stages ({self.stages}), got {self.stage}")
         if self.split and len(self.layer_counts) != self.stages:
             raise ValueError(f"split: must count the layers of {self.stages} stages, got {self.split!r}")
-        if not 0 <= self.data_port <= 65535:
-            raise ValueError(f"data_port: must lie in 0..65535, got {self.data_port}")
         if self.stage == 0 and len(self.stage_endpoints) != self.stages - 1:
             raise ValueError(
                 f"endpoints: a head of {self.stages} stages needs {self.stages - 1}, got {self.endpoints!r}"

@@ -114,7 +114,7 @@ def test_activations_come_through_the_door(tmp_path: Path, transport: str) -> No
     async def run() -> None:
         arrived: list[tuple[int, int]] = []
         inside, outside = SlotMemory(2, 100_000), SlotMemory(2, 100_000)
-        door = Door(tmp_path / "door", "127.0.0.1", 0, memory=inside, on_arrived=lambda *which: arrived.append(which))
+        door = Door(tmp_path / "door", memory=inside, on_arrived=lambda *which: arrived.append(which))
         outlet = Outlet(_elsewhere(door.address) if transport == "tcp" else door.address, outside)
         assert outlet.transport == transport
         for number, fill in ((6, b"a"), (7, b"b"), (8, b"c")):
@@ -133,7 +133,7 @@ def test_a_door_takes_nothing_for_another_pipeline(tmp_path: Path) -> None:
     async def run() -> None:
         arrived: list[int] = []
         memory = SlotMemory(2, 4096)
-        door = Door(tmp_path / "door", "127.0.0.1", 0, memory=memory, on_arrived=lambda n, _: arrived.append(n))
+        door = Door(tmp_path / "door", memory=memory, on_arrived=lambda n, _: arrived.append(n))
         wrong = _changed(door.address, token="00" * 16)
         outlets: Sequence[Outlet] = (Outlet(wrong, SlotMemory(2, 4096)), Outlet(door.address, SlotMemory(2, 8192)))
         for outlet, size in zip(outlets, (4096, 8192), strict=True):  # the second sends more than a slot takes

@@ -26,6 +26,8 @@ from mooncake_proto.ids import BlockId
 from mooncake_proto.pipeline import StageDoor
 
 _TCP_LANES: Final = 1
+_LOOPBACK: Final = "127.0.0.1"
+"""Stages share a node, so a machine. Over TCP go activations of stages that do not see each other's folders."""
 
 
 class SlotMemory:
@@ -95,8 +97,6 @@ class Door:
     def __init__(
         self,
         path: Path,
-        host: str,
-        port: int,
         memory: SlotMemory,
         on_arrived: Callable[[int, int], None],
     ) -> None:
@@ -107,11 +107,11 @@ class Door:
         path.unlink(missing_ok=True)  # of a former life that was killed
         self._shm = ShmListener(path, memory.arena.view, landings)
         secret = new_secret()
-        self._tcp = TcpListener(host, port, memory.arena.view, landings, secret=secret)
+        self._tcp = TcpListener(_LOOPBACK, 0, memory.arena.view, landings, secret=secret)
         self.address = StageDoor(
             host_id=host_id(),
             shm_path=str(path),
-            tcp_host=host,
+            tcp_host=_LOOPBACK,
             tcp_port=self._tcp.port,
             token=token.hex(),
             link_secret=secret.hex(),

@@ -132,8 +132,6 @@ class StageService:
         self._inside = self._inside.fitting(request.slots, slot_bytes)
         self._door = Door(
             config.pipeline.run_dir / f"{config.instance_id}.door",
-            config.pipeline.data_host,
-            config.pipeline.data_port,
             memory=self._inside,
             on_arrived=arrived,
         )
