@@ -41,7 +41,7 @@ _RETRY_S: Final = 0.05
 _BUGS: Final = frozenset(
     {"internal_error", "invariant_violated", "invalid_transition", "malformed_message", "unknown_kind"}
 )
-_ALARMS: Final = frozenset({"handler_crashed", "message_refused", "one_way_message_failed"})
+_ALARMS: Final = frozenset({"handler_crashed", "message_refused"})
 _ERRORS_OF_HARM: Final = frozenset({"ssd_tier_off"})
 
 
@@ -142,7 +142,7 @@ class Process:
                 name = str(event.get("event"))
                 self.said[name] += 1
                 is_error = event.get("level") in ("error", "critical") and name not in _ERRORS_OF_HARM
-                if name in _ALARMS or is_error:
+                if name in _ALARMS or is_error or event.get("code") in _BUGS:
                     self._ledger.violation(f"{self.name} reports {text[:4000]}")
 
 

@@ -18,6 +18,7 @@ from bench.report import Report
 from bench.transfer_child import POOL_BYTES, SIZES, Question
 from bench.transfer_rig import Rig, RigFailed
 from bench.transfer_rows import BATCH, Measured, MeasuredPath, TransferReport, add_grids, judge, name_of, rdma_rows
+from mooncake_mesh.config import PagesKind
 
 _SMALLEST: Final = 4 << 10
 _QUICK_SIZES: Final = (64 << 10, 1 << 20, 4 << 20)
@@ -33,11 +34,15 @@ PATHS: Final = (
     MeasuredPath(label="memory copy, 2 threads", rig="limits", op="memcpy-2"),
     MeasuredPath(label="process_vm_readv", rig="limits", op="readv", sizes=_ALL_SIZES),
     MeasuredPath(label="bare sockets, 2 connections", rig="limits", op="sockets", sizes=_ALL_SIZES),
+    MeasuredPath(label="memory copy, 1 thread, 2 MiB pages", rig="limits-huge", op="memcpy-1"),
+    MeasuredPath(label="process_vm_readv, 2 MiB pages", rig="limits-huge", op="readv", sizes=_ALL_SIZES),
     MeasuredPath(label="shm, hand-off", rig="links", op="handoff", sizes=_ALL_SIZES),
     MeasuredPath(label="shm, one copy", rig="links", op="shm", sizes=_ALL_SIZES),
     MeasuredPath(label="shm, one copy, checksums", rig="links", op="shm-sealed"),
     MeasuredPath(label="tcp", rig="links", op="tcp", sizes=_ALL_SIZES),
     MeasuredPath(label="tcp, checksums", rig="links", op="tcp-sealed"),
+    MeasuredPath(label="shm, one copy, 2 MiB pages", rig="links-huge", op="shm", sizes=_ALL_SIZES),
+    MeasuredPath(label="tcp, 2 MiB pages", rig="links-huge", op="tcp", sizes=_ALL_SIZES),
     *[
         MeasuredPath(label=f"pool {op}, {how}", rig=f"pool-{rig}", op=op, sizes=_POOL_SIZES)
         for how, rig in (
@@ -99,7 +104,7 @@ def main() -> None:
 def _start(running: ExitStack, peers: Sequence[str], report: TransferReport) -> dict[str, Rig]:
     """All that can be started here; a note for each that cannot."""
     rigs: dict[str, Rig] = {}
-    for name in ("limits", "disk", "links", *_POOLS, *peers):
+    for name in ("limits", "limits-huge", "disk", "links", "links-huge", *_POOLS, *peers):
         try:
             rigs[name] = _rig(name)
         except (RigFailed, NotInstalled) as error:
@@ -115,8 +120,12 @@ def _close(rigs: dict[str, Rig], name: str) -> None:
 
 def _rig(name: str) -> Rig:
     match name:
-        case "limits" | "disk" | "links":
-            return Rig.ours(f"bench.transfer_{name}")
+        case "disk":
+            return Rig.ours("bench.transfer_disk")
+        case "limits" | "links":
+            return Rig.ours(f"bench.transfer_{name}", PagesKind.SMALL.value)
+        case "limits-huge" | "links-huge":
+            return Rig.ours(f"bench.transfer_{name.removesuffix('-huge')}", PagesKind.HUGETLB.value)
         case _ if name in _POOLS:
             _, transport, checksum = f"{name}-none".split("-")[:3]
             return Rig.ours("bench.transfer_messengers", transport, checksum)

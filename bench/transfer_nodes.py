@@ -47,6 +47,7 @@ class Node:
             "run-dir": folder,
             "arena-bytes": arena_bytes,
             "transport": transport,
+            "pages": "small",  # as peers' pools are
             "log-level": "error",
             **(more_flags or {}),
         }

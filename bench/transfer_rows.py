@@ -151,6 +151,7 @@ def judge(measured: Measured, report: TransferReport) -> None:
     versus = _Versus(measured, report)
     for size in (1 << 20, 4 << 20, 16 << 20):
         versus.aim("shm, one copy", "memory copy, 1 thread", size, BATCH, 0.9)
+        versus.aim("shm, one copy, 2 MiB pages", "shm, one copy", size, BATCH, None)
     for batch in (1, BATCH):
         for size in (1 << 20, 4 << 20, 16 << 20):
             versus.aim("tcp", "Mooncake engine, tcp write", size, batch, 2.2)

@@ -62,6 +62,7 @@ class Load:
 
     Messenger: ``tenants`` are the blocks in use of the tenants that have most. ``ssd_blocks`` of ``ssd_slots`` are held
     on SSD, which is read at ``ssd_bytes_per_s`` of late (0: not known); ``ssd_faults`` counts what it lost or refused.
+    ``pages`` says what its arena is made of: hugetlb, transparent or small.
 
     Prefill: ``queued_prompts`` are the (uncached, cached) tokens of every job not computed yet, oldest first; the
     first has been computed for ``prefill_elapsed_s``.
@@ -89,6 +90,7 @@ class Load:
     tenants: dict[str, Natural] = field(default_factory=dict)
     transferred_bytes: Natural = 0
     transports: str = ""
+    pages: str = ""
     draining: bool = False
     queued_prompts: tuple[tuple[Natural, Natural], ...] = ()
     prefill_elapsed_s: float = 0.0

@@ -338,7 +338,7 @@ class ReadAhead:
 class Replicate:
     """One-way, conductor → messenger: keep a copy of the prefix ``keys``, which the messenger ``source`` holds.
 
-    Nobody waits for it, and it is not done where there is no free room for it.
+    Nobody waits for it. One that is too many at a time, or for which there is no room, is not done.
     """
 
     keys: PackedKeys

@@ -72,6 +72,18 @@ class TransportKind(enum.Enum):
     RDMA = "rdma"
 
 
+class PagesKind(enum.Enum):
+    """What an arena is made of: reserved 2 MiB pages, ones that the kernel finds when it can, or ordinary ones.
+
+    ``auto`` takes the best there is. What is asked for by name is had, or the messenger does not start.
+    """
+
+    AUTO = "auto"
+    HUGETLB = "hugetlb"
+    TRANSPARENT = "transparent"
+    SMALL = "small"
+
+
 class ChecksumKind(enum.Enum):
     XXH3 = "xxh3"
     NONE = "none"
@@ -114,6 +126,9 @@ class ConductorConfig:
     kvcache_balancing_threshold: Annotated[
         float, "kvcache_centric copies a prefix that is longer than the local one by more than this factor"
     ] = 2.0
+    replication_share: Annotated[
+        float, "share of each node's link for copies of hot prefixes ahead of need; 0 makes none"
+    ] = 0.1
     admission: Annotated[
         AdmissionKind, "what requests are refused for in an overload: baseline, early, predictive or hold"
     ] = AdmissionKind.EARLY
@@ -135,6 +150,9 @@ class ConductorConfig:
         above_zero(self, "heartbeat_s", "suspect_after_s", "dead_after_s", "ttft_slo_s", "tbt_slo_s")
         at_least(self, 1, "index_max_blocks")
         at_least(self, 1.0, "kvcache_balancing_threshold")
+        at_least(self, 0.0, "replication_share")
+        if self.replication_share > 1.0:
+            raise ValueError(f"replication_share: must be at most 1, got {self.replication_share}")
         for name in ("wip_limit", "decode_s"):
             if getattr(self, name) is not None:
                 above_zero(self, name)
@@ -191,6 +209,9 @@ class MessengerConfig:
         default_factory=default_run_dir
     )
     arena_bytes: Annotated[int, "memory for KVCache blocks"] = 1 * GiB
+    pages: Annotated[PagesKind, "its pages: hugetlb, transparent, small, or auto: the first of them that there is"] = (
+        PagesKind.AUTO
+    )
     eviction: Annotated[EvictionKind, "which unused block goes first when room is needed"] = EvictionKind.LRU
     ssd_dir: Annotated[Path | None, "folder that keeps blocks for which the arena has no room; none: they go"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, taken at once"] = 8 * GiB
@@ -318,6 +339,7 @@ class UpConfig:
     prefill_split: Annotated[str, "layers of each stage, such as 16,14; evenly otherwise"] = ""
     decode: Annotated[int, "decode instances"] = 1
     arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
+    pages: Annotated[PagesKind, "pages of that memory: hugetlb, transparent, small or auto"] = PagesKind.AUTO
     ssd_dir: Annotated[Path | None, "folder with one folder of each node for blocks that leave the arena"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, for each of the two nodes"] = 8 * GiB
     transport: Annotated[TransportKind, "how KV moves between the nodes: auto, shm, tcp or rdma"] = TransportKind.AUTO
@@ -385,6 +407,7 @@ class DoctorConfig:
 
     transport: Annotated[TransportKind, "transport that must work: auto, shm, tcp or rdma"] = TransportKind.AUTO
     arena_bytes: Annotated[int, "memory for KVCache blocks that the messenger will have"] = 1 * GiB
+    pages: Annotated[PagesKind, "pages that it must consist of: hugetlb, transparent, small or auto"] = PagesKind.AUTO
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
     json: Annotated[bool, "print the findings as one JSON list"] = False
 

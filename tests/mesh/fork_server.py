@@ -29,6 +29,7 @@ _ROLES: Final = ("conductor", "messenger", "prefill", "decode", "gateway")
 _MODULES: Final = (
     "mooncake_mesh.cli.app",
     "mooncake_mesh.cli.roles",
+    "mooncake_mesh.mesh.key_folder",
     "mooncake_mesh.mesh.runtime",
     "mooncake_mesh.engine.fake",
     *(f"mooncake_mesh.{role}.service" for role in _ROLES),

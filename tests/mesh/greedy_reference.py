@@ -27,13 +27,17 @@ _QUESTIONS: Final = (
 
 
 class GreedyReference:
-    """The model in *folder*, float32. ``picks`` takes one pass over a whole answer, ``generate`` one a token."""
+    """The model in *folder*, float32. ``picks`` takes one pass over an answer that exists, ``generate`` one a token.
+
+    The same question is worked out once.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._model.generation_config.eos_token_id = None  # as with ignore_eos
-        self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._picked: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        self._generated: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def prompt(self, n_tokens: int, *, seed: int) -> list[int]:
         """A text of exactly *n_tokens* tokens, with a question behind it where there is room.
@@ -69,6 +73,12 @@ class GreedyReference:
         They equal *answer* exactly when it is the greedy one: each token is then the best after those before it. Fails
         where two candidates are nearly equal, up to the first token that differs.
         """
+        key = (tuple(prompt), tuple(answer))
+        if key not in self._picked:
+            self._picked[key] = self._pick(prompt, answer)
+        return self._picked[key]
+
+    def _pick(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
         ids = torch.tensor([[*prompt, *answer[:-1]]])
         with torch.inference_mode():
             logits = self._model(ids, use_cache=False, logits_to_keep=len(answer)).logits[0]
@@ -81,9 +91,9 @@ class GreedyReference:
     def generate(self, prompt: Sequence[int], n_tokens: int) -> list[int]:
         """The *n_tokens* tokens that ``generate`` puts after *prompt*. Fails where two candidates are nearly equal."""
         key = (tuple(prompt), n_tokens)
-        if key not in self._known:
-            self._known[key] = self._generate(prompt, n_tokens)
-        return self._known[key]
+        if key not in self._generated:
+            self._generated[key] = self._generate(prompt, n_tokens)
+        return self._generated[key]
 
     def _generate(self, prompt: Sequence[int], n_tokens: int) -> list[int]:
         ids = torch.tensor([list(prompt)])

@@ -244,7 +244,7 @@ def test_strangers_get_nothing_out_of_the_transport_and_nothing_in(mesh: KeyedMe
             challenge = stranger.recv(link_auth.CHALLENGE_BYTES)
             stranger.sendall(link_auth.answer(bytes(32), challenge, hello).said if guess is None else guess)
             assert _read_to_end(stranger) == b""
-    assert mesh.find_log("messenger1", "tcp_stranger_dismissed") is not None
+    assert mesh.find_log("messenger1", "stranger_dismissed") is not None
     assert complete(mesh, keys.api["acme"], "still over TCP " * 20).status == 200
 
 

@@ -24,7 +24,7 @@ def _context() -> Iterator[None]:
 def test_a_minute_of_work_and_harm() -> None:
     """Not a byte is wrong, and the run is worth something: each kind of work succeeded, each kind of harm was done."""
     result, report = stress(SECONDS, SEED)
-    assert result.violations == [], report
+    assert result.violations == [], "\n".join([report, *result.violations])
     for outcome in ("put: done", "get: all found", "get from another node: all found", "transfer: done / done"):
         assert result.outcomes.get(outcome, 0) >= 10, f"{outcome}: {result.outcomes}"
     assert result.counts["  blocks found on SSD by audits"] >= 10

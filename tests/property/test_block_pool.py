@@ -82,8 +82,8 @@ class Naive:
 
     def own_victims(self, tenant: str) -> list[BlockId]:
         """In the order in which a tenant at its quota gives them up."""
-        own = sorted(self.victims(), key=lambda b: self.released[b])
-        return [b for b in (*own, *self.pinned_victims()) if self.tenant[b] == tenant]
+        own = [b for b in (*self.victims(), *self.pinned_victims()) if self.tenant[b] == tenant]
+        return sorted(own, key=lambda b: (self.is_pinned(b), self.released[b]))
 
     def pin(self, pinner: str, block: BlockId) -> None:
         if not self.is_pinned(block):

@@ -92,7 +92,7 @@ def test_the_wrong_server_key_fails_the_call_and_says_so(keys: MeshKeys, tmp_pat
 def test_a_client_without_keys_hears_that_keys_are_missing(keys: MeshKeys) -> None:
     async def scenario() -> None:
         async with guarded(keys) as server:
-            with using(None), pytest.raises(KeyRefused, match="only one of the two ends uses keys"):
+            with using(None), pytest.raises(KeyRefused, match="uses keys"):
                 await ping(server.endpoint, None, timeout_s=30)
             async with RawPeer(server.endpoint) as peer:
                 await peer.send(b"anything")
@@ -107,7 +107,7 @@ def test_a_client_with_keys_hears_that_the_server_has_none(keys: MeshKeys) -> No
     async def scenario() -> None:
         async with asyncio.TaskGroup() as tasks:
             server = RpcServer(ANY_PORT, {Ping: lambda _, __: Ok()}, tasks)
-            with pytest.raises(KeyRefused, match="only one of the two ends uses keys"):
+            with pytest.raises(KeyRefused, match="uses keys"):
                 await ping(server.endpoint, keys, timeout_s=30)
             await server.close()
 

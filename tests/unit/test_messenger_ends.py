@@ -139,8 +139,8 @@ def _run(scenario: Callable[[Rig, asyncio.TaskGroup], Any]) -> None:
     asyncio.run(all_of_it())
 
 
-def _slice() -> list[Incoming]:
-    span = SliceSpan(logical=0, layer=0, n_layers=LAYERS)
+def _slice(logical: int = 0) -> list[Incoming]:
+    span = SliceSpan(logical=logical, layer=0, n_layers=LAYERS)
     return [Incoming(span=span, size_bytes=BLOCK_BYTES, checksum=None)]
 
 
@@ -188,6 +188,39 @@ def test_an_abort_is_acknowledged_after_the_last_write(is_released: bool) -> Non
             await abort
         with pytest.raises(SliceLost):
             rig.receiver.begin(token, _slice())
+
+    _run(scenario)
+
+
+# --- senders that come late -------------------------------------------------------------------------------------------
+
+
+def test_a_sender_that_comes_after_the_job_has_gone_with_all_it_wanted_has_nothing_to_send() -> None:
+    """A receiver that found everything cached waits for nobody, and may be over before the sender has begun."""
+
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        waiting, token = await rig.open_landing(tasks, "j")
+        places = rig.receiver.begin(token, [_slice()[0], _slice(1)[0]])
+        rig.receiver.end(token, places, None)
+        assert isinstance(await waiting, Acquired)
+        rig.cut.end_job(JobId("j"), "done")
+        again = OpenTransfer(transfer_id=T, source=rig.info, transports=("tcp",))
+        async with asyncio.timeout(5.0):
+            assert (await rig.receiver.open(again)).slots == ()
+
+    _run(scenario)
+
+
+def test_a_sender_that_comes_after_the_job_was_released_is_told_at_once() -> None:
+    """It would hold its blocks and wait for the landing until its deadline."""
+
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        waiting, _ = await rig.open_landing(tasks, "j")
+        rig.cut.end_job(JobId("j"), "the job was released")
+        assert isinstance(await waiting, SliceLost)
+        with pytest.raises(SliceLost, match="the job was released"):
+            async with asyncio.timeout(5.0):
+                await rig.receiver.open(OpenTransfer(transfer_id=T, source=rig.info, transports=("tcp",)))
 
     _run(scenario)
 

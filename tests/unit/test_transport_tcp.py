@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from mooncake_mesh.errors import ChecksumMismatch, SliceLost, TransferError
-from mooncake_mesh.messenger.transports import frames, link_auth, tcp_listener
+from mooncake_mesh.messenger.transports import door, frames, link_auth
 from mooncake_mesh.messenger.transports.api import LinkLost, SealedSlice, SliceRefused
 from mooncake_mesh.messenger.transports.frames import Carriage, Hello, Kind, Verdict
 from mooncake_mesh.messenger.transports.outbound import WINDOW_FRAMES
@@ -150,7 +150,7 @@ def test_a_stranger_is_shown_the_door(hello: bytes) -> None:
 
 
 def test_strangers_who_say_nothing_do_not_keep_a_sender_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_listener, "_MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(door, "_MAX_CONNECTIONS", 4)
 
     async def run() -> None:
         async with tcp_pair(1000) as pair:

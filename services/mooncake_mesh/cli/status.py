@@ -68,7 +68,8 @@ def show(report: StatusReport, console: Console) -> None:
         table.add_column(name, no_wrap=True)
     for name in ("queue", "running", "blocks free", "cached", "total", "on ssd"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("transports", no_wrap=True)
+    for name in ("transports", "pages"):
+        table.add_column(name, no_wrap=True)
     for state in sorted(report.cluster.members, key=_sort_key):
         table.add_row(*_row(state))
     console.print(table)
@@ -98,6 +99,7 @@ def _row(state: MemberState) -> tuple[str, ...]:
         *_work(member.role, load),
         *_pool(load),
         load.transports or "-",
+        load.pages or "-",
     )
 
 

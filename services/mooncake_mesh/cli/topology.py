@@ -72,6 +72,7 @@ def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
                 bind=messenger,
                 run_dir=run_dir,
                 arena_bytes=config.arena_bytes,
+                pages=config.pages,
                 transport=config.transport,
                 **_ssd(config, node["node_id"]),
                 **node,

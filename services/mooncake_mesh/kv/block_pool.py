@@ -195,9 +195,9 @@ class BlockPool:
             record.generation += 1
             record.references = 1
             record.tenant = tenant
-            self._tenants.charge(tenant)
             mine[block] = None
             got.append(block)
+        self._tenants.charge(tenant, n)
         self._keep(holder, mine, lease_until_s)
         return got
 
@@ -226,6 +226,7 @@ class BlockPool:
         """
         self._leases.end(holder)
         mine = self._held.pop(holder, {})
+        has_quotas = self._tenants.has_quotas
         self._victims.use([key for block in mine if (key := self._blocks[block].key) is not None])
         for depth, block in zip(reversed(range(len(mine))), reversed(mine), strict=True):
             record = self._blocks[block]
@@ -233,8 +234,8 @@ class BlockPool:
             if record.state is BlockState.SEALED:
                 record.history.depth = max(record.history.depth, depth)
                 if record.references == 0:
-                    limited = record.tenant if self._tenants.is_limited(record.tenant) else None
-                    self._victims.insert(block, record.history, limited)
+                    is_limited = has_quotas and self._tenants.is_limited(record.tenant)
+                    self._victims.insert(block, record.history, record.tenant if is_limited else None)
             elif record.writers:
                 record.generation += 1
                 self._move(block, BlockState.DRAINING)

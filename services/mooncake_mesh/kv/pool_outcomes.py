@@ -4,15 +4,16 @@ import enum
 from dataclasses import dataclass
 
 from mooncake_proto.ids import BlockId, BlockKey
-from mooncake_proto.kvcache import KvChange
+from mooncake_proto.kvcache import KvChange, KvTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolEvent:
-    """A key that the pool began or ceased to hold."""
+    """A key that the pool began or ceased to hold, or that moved to ``tier``."""
 
     change: KvChange
     key: BlockKey
+    tier: KvTier = KvTier.DRAM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 (A hard pin is a reference with a lease: :meth:`~mooncake_mesh.kv.block_pool.BlockPool.hold`.)
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from mooncake_mesh.kv.leases import LeaseTable
 from mooncake_proto.ids import BlockId
@@ -17,8 +17,10 @@ class SoftPins:
         self._pinners: dict[BlockId, set[str]] = {}
         self._leases = LeaseTable()
 
-    def __contains__(self, block: BlockId) -> bool:
-        return block in self._pinners
+    @property
+    def pinned(self) -> Set[BlockId]:
+        """All blocks that are pinned: a view, which changes with them."""
+        return self._pinners.keys()
 
     def pin(self, pinner: str, blocks: Iterable[BlockId], until_s: float) -> None:
         """Add *blocks* to those of *pinner*, all of which are pinned until *until_s* from now on."""

@@ -4,7 +4,6 @@ A block counts for the tenant whose request got it, from then until it is free a
 evictable or drained. Keys are rooted in the tenant, so a block is never used by another one.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -33,7 +32,7 @@ class TenantAccounts:
 
     def __init__(self, quotas: TenantQuotas) -> None:
         self._quotas = quotas
-        self._used: Counter[str] = Counter()
+        self._used: dict[str, int] = {}
 
     def used(self, tenant: str) -> int:
         return self._used.get(tenant, 0)
@@ -41,6 +40,11 @@ class TenantAccounts:
     def usage(self) -> dict[str, int]:
         """Blocks of every tenant that has any (a copy)."""
         return dict(self._used)
+
+    @property
+    def has_quotas(self) -> bool:
+        """Whether anybody may have a quota at all."""
+        return self._quotas.default_blocks is not None or bool(self._quotas.blocks)
 
     def is_limited(self, tenant: str) -> bool:
         return self._quotas.of(tenant) is not None
@@ -50,8 +54,9 @@ class TenantAccounts:
         quota = self._quotas.of(tenant)
         return None if quota is None else quota - self.used(tenant)
 
-    def charge(self, tenant: str) -> None:
-        self._used[tenant] += 1
+    def charge(self, tenant: str, n_blocks: int) -> None:
+        if n_blocks:
+            self._used[tenant] = self._used.get(tenant, 0) + n_blocks
 
     def discharge(self, tenant: str) -> None:
         left = self._used[tenant] - 1

@@ -22,6 +22,7 @@ class Victims:
         self._own: dict[str, OrderedDict[BlockId, None]] = {}
         self._tenant_of: dict[BlockId, str] = {}  # of limited tenants' candidates
         self._pins = SoftPins()
+        self._wanted = self._pins.pinned
         self._pinned: OrderedDict[BlockId, BlockHistory] = OrderedDict()
 
     def __len__(self) -> int:
@@ -50,14 +51,15 @@ class Victims:
         if limited_tenant is not None:
             self._tenant_of[block] = limited_tenant
             self._own.setdefault(limited_tenant, OrderedDict())[block] = None
-        if block in self._pins:
+        if block in self._wanted:
             self._pinned[block] = history
         else:
             self._policy.insert(block, history)
 
     def remove(self, block: BlockId) -> None:
         """*block* is referenced again, or was freed."""
-        self._leave_own(block)
+        if self._tenant_of:
+            self._leave_own(block)
         if block in self._pinned:
             del self._pinned[block]
         else:
@@ -101,7 +103,8 @@ class Victims:
 
     def forget(self, block: BlockId) -> None:
         """*block* is free now: nobody pins it any more."""
-        self._pins.forget(block)
+        if block in self._wanted:
+            self._pins.forget(block)
 
     def _unpinned(self, blocks: Sequence[BlockId]) -> None:
         """As if they had been used just now: a policy takes nothing in otherwise."""

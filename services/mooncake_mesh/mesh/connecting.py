@@ -19,6 +19,8 @@ _HEARTBEAT_MS: Final = 1000
 _HEARTBEAT_TIMEOUT_MS: Final = 4000
 _REFUSED_PAUSE_S: Final = 0.5
 _NOT_ALLOWED: Final = 400
+_HANG_UPS: Final = 5
+"""So often in a row a peer must hang up in the handshake to be believed: one that restarts may do it once or twice."""
 
 
 class Link(enum.Enum):
@@ -46,13 +48,14 @@ class Connection(Channel):
         self._address = endpoint
         self._on_link = on_link
         self._refusal = ""
+        self._hang_ups = 0
         self._retry: asyncio.TimerHandle | None = None
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         events |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        events |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         watch = None
         try:
-            if secure_connected(socket, endpoint, keys):
-                events |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            self._has_keys = secure_connected(socket, endpoint, keys)
             watch = Watch(socket, events, self._on_event)
             _connect(socket, endpoint)
         except zmq.ZMQError as error:
@@ -82,6 +85,7 @@ class Connection(Channel):
         match event:
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._refusal = ""
+                self._hang_ups = 0
                 self._tell(Link.UP)
             case zmq.EVENT_DISCONNECTED:
                 self._tell(Link.DOWN)
@@ -92,15 +96,23 @@ class Connection(Channel):
             case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self._refused(protocol_error(value))
             case _:
-                self._refused("it hung up during the handshake: it may have another server key than server.key here")
+                self._hung_up()
 
     def _tell(self, link: Link) -> None:
         if self._on_link is not None:
             self._on_link(link)
 
+    def _hung_up(self) -> None:
+        """What a peer says of keys that do not fit may be lost with the connection, or never be said."""
+        self._hang_ups += 1
+        if self._hang_ups >= _HANG_UPS:
+            why = "have another server key than server.key here" if self._has_keys else "be one that uses keys"
+            self._refused(f"it hangs up during the handshake: it may {why}")
+
     def _refused(self, why: str) -> None:
         if self._closed or self._retry is not None:
             return
+        self._hang_ups = 0
         self._refusal = why
         self._send_changed.set()
         self._socket.disconnect(self._address)

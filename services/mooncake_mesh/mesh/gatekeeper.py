@@ -31,12 +31,14 @@ class Gatekeeper:
         self._state: tuple[int, ...] = ()
         self._allowed: Mapping[Audience, Mapping[bytes, str]] = {}
         self._allowance = LogAllowance()
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(_ZAP_ENDPOINT)
-        self._channel = Channel(socket, self._answer)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(_ZAP_ENDPOINT)
+        self._channel = Channel(self._socket, self._answer)
 
     def close(self) -> None:
+        """From now on nobody comes in."""
+        self._socket.unbind(_ZAP_ENDPOINT)  # at once: closing alone leaves that to another thread
         self._channel.close()
 
     def name_of(self, domain: bytes, public: bytes) -> str | None:

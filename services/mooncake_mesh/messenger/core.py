@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Final, TypeVar
 
 from mooncake_mesh.errors import InvalidRequest, NoFreeBlocks, SliceLost, TransferError
 from mooncake_mesh.kv.block_hash import split_keys
@@ -22,10 +22,13 @@ from mooncake_mesh.messenger.store.tiering import Target, joint_events, joint_ke
 from mooncake_proto.ids import BlockId, BlockKey, Incarnation, InstanceId, JobId, TransferId
 from mooncake_proto.transfer import Acquire, Acquired, CloseWrite, OpenWrite, PushBlocks, Slot
 
+_T = TypeVar("_T")
+
 _WHOLE: Final = 1
 """Layers of a transfer that moves blocks whole."""
 
-_REMEMBERED_ABORTS: Final = 1024
+_REMEMBERED: Final = 1024
+"""Transfers of which the other end may yet ask: those that ended here, and those given up before they began here."""
 
 
 @dataclass(slots=True)
@@ -36,6 +39,13 @@ class _Job:
     keys: list[BlockKey]
     tenant: str
     landing: Landing | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a landing ended that is gone with its job; ``failure`` is empty for one that had landed."""
+
+    failure: str
 
 
 class MessengerCore:
@@ -57,6 +67,7 @@ class MessengerCore:
         self._landings: dict[TransferId, Landing] = {}
         self._stage_writes: dict[tuple[Incarnation, JobId, int], list[BlockId]] = {}
         self._given_up: OrderedDict[TransferId, str] = OrderedDict()
+        self._ended: OrderedDict[TransferId, Ended] = OrderedDict()
         self._outbound: dict[TransferId, Outbound] = {}
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
@@ -69,9 +80,14 @@ class MessengerCore:
         """Keys worth fetching from another node for *request*: those past what this arena holds of its prefix."""
         wanted = list(islice(split_keys(request.keys), min(request.fetch_blocks, request.max_cached_blocks)))
         missing = wanted[len(self.pool.match(wanted)) :]
-        if self.slots is not None and prefix_on_ssd(self.slots, missing) == len(missing):
+        may_read = request.read_limit_blocks is None or request.read_limit_blocks >= len(wanted)
+        if may_read and self.slots is not None and prefix_on_ssd(self.slots, missing) == len(missing):
             return []
         return missing
+
+    def readable_prefix(self, request: Acquire) -> list[BlockKey]:
+        """The prefix of *request* as far as it may come from this node's tiers."""
+        return list(islice(split_keys(request.keys), _readable_blocks(request)))
 
     def cached_prefix(self, request: Acquire) -> list[BlockId]:
         """Blocks that *request* would find sealed now."""
@@ -172,6 +188,7 @@ class MessengerCore:
         if job.landing is not None:
             job.landing.fail(why)
             del self._landings[job.landing.transfer_id]
+            _remember(self._ended, job.landing.transfer_id, Ended(failure=job.landing.failure))
             ended.append(job.landing.transfer_id)
         self.pool.release(_holder(job_id))
         return ended
@@ -193,43 +210,46 @@ class MessengerCore:
         """Keys that this node began or ceased to hold, in either tier."""
         return self.pool.drain_events() if self.slots is None else joint_events(self.pool, self.slots)
 
-    def keys(self) -> list[BlockKey]:
-        """All keys that this node holds, in either tier."""
-        return self.pool.keys() if self.slots is None else joint_keys(self.pool, self.slots)
+    def keys(self) -> tuple[list[BlockKey], list[BlockKey]]:
+        """All keys in the arena, and all others that this node holds."""
+        return (self.pool.keys(), []) if self.slots is None else joint_keys(self.pool, self.slots)
 
     def promotion(self, request: Acquire, acquired: Acquired) -> Target:
         """Where to read what SSD holds of the prefix of a job that was just given its blocks."""
-        keys = list(split_keys(request.keys))[acquired.cached_blocks : request.max_cached_blocks]
+        keys = list(split_keys(request.keys))[acquired.cached_blocks : _readable_blocks(request)]
         blocks = [BlockId(block) for block in acquired.blocks[acquired.cached_blocks :]]
         return Target(holder=_holder(request.job_id), blocks=blocks, keys=keys)
 
     def open_promotion(
-        self, job_id: JobId, request: PushBlocks, owner: InstanceId, incarnation: Incarnation
+        self, job_id: JobId, keys: Sequence[BlockKey], tenant: str, owner: InstanceId, incarnation: Incarnation
     ) -> Target | None:
-        """Reserve blocks for what SSD holds of a prefix that a peer asks for; a job of its own, which its user ends.
+        """Reserve blocks for what SSD holds of the prefix *keys*; a job of its own, which its user ends.
 
         The part that is in the arena is held meanwhile. None without anything to read, or room for it.
         """
         if self.slots is None:
             return None
-        keys = list(split_keys(request.keys))
         cached = self.pool.match(keys)
-        missing = keys[len(cached) :]
+        missing = list(keys[len(cached) :])
         n_blocks = prefix_on_ssd(self.slots, missing)
         if n_blocks == 0:
             return None
         self.pool.hold(_holder(job_id), cached)
-        blocks = self.pool.reserve(_holder(job_id), n_blocks, tenant=request.tenant)
+        blocks = self.pool.reserve(_holder(job_id), n_blocks, tenant=tenant)
         if isinstance(blocks, NoRoom):
             self.pool.release(_holder(job_id))
             return None
-        self._jobs[job_id] = _Job(owner, incarnation, [*cached, *blocks], keys, request.tenant)
+        self._jobs[job_id] = _Job(owner, incarnation, [*cached, *blocks], list(keys), tenant)
         return Target(holder=_holder(job_id), blocks=blocks, keys=missing)
 
     # --- landings -----------------------------------------------------------------------------------------------------
 
     def landing(self, transfer_id: TransferId) -> Landing | None:
         return self._landings.get(transfer_id)
+
+    def landing_or_end(self, transfer_id: TransferId) -> Landing | Ended | None:
+        """The landing, or how it ended: its sender may come when there is nothing to send any more."""
+        return self._landings.get(transfer_id) or self._ended.get(transfer_id)
 
     def open_fetch(self, transfer_id: TransferId, owner: Acquire, keys: Sequence[BlockKey], now_s: float) -> Landing:
         """Reserve blocks for a prefix that another node will push; a job of its own, named after the transfer.
@@ -255,9 +275,8 @@ class MessengerCore:
         if landing is not None:
             landing.fail(why)
             return landing
-        self._given_up[transfer_id] = why
-        if len(self._given_up) > _REMEMBERED_ABORTS:
-            self._given_up.popitem(last=False)
+        if transfer_id not in self._ended:
+            _remember(self._given_up, transfer_id, why)
         return None
 
     def settle(self, landing: Landing) -> None:
@@ -318,5 +337,16 @@ class MessengerCore:
         return outbound
 
 
+def _remember(table: OrderedDict[TransferId, _T], transfer_id: TransferId, what: _T) -> None:
+    table[transfer_id] = what
+    if len(table) > _REMEMBERED:
+        table.popitem(last=False)
+
+
 def _holder(job_id: JobId) -> str:
     return f"job:{job_id}"
+
+
+def _readable_blocks(request: Acquire) -> int:
+    limit = request.read_limit_blocks
+    return request.max_cached_blocks if limit is None else min(limit, request.max_cached_blocks)

@@ -17,11 +17,12 @@ from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.publisher import KvPublisher
+from mooncake_mesh.messenger.read_ahead import AheadReader
 from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.ssd import NodeSsd
 from mooncake_proto.control import Load
-from mooncake_proto.ids import Incarnation, JobId, TransferId
+from mooncake_proto.ids import BLOCK_KEY_BYTES, Incarnation, JobId, TransferId
 from mooncake_proto.transfer import (
     Acquire,
     Acquired,
@@ -32,6 +33,8 @@ from mooncake_proto.transfer import (
     OpenWrite,
     PushBlocks,
     Pushing,
+    ReadAhead,
+    Replicate,
     Seal,
     SendReport,
     SliceReady,
@@ -74,6 +77,8 @@ class CutArena:
         self._room = Bell()
         self._fetches: dict[TransferId, str] = {}
         self._attached: OrderedDict[Incarnation, None] = OrderedDict()
+        self._replicating: asyncio.Task[None] | None = None
+        self._ahead = AheadReader(core, ssd, tasks, me=me, end_job=self.end_job)
 
     def load(self) -> Load:
         pool = self.core.pool
@@ -113,8 +118,11 @@ class CutArena:
             result = core.acquire(request, monotonic())
             return None if isinstance(result, NoRoom) else result
 
+        if request.landing is None:
+            await self._ahead.join(core.readable_prefix(request), request.job_id)
         await self._ssd.make_room(core, request)
         acquired = await self._room.until(attempt)
+        self._ahead.end(request.job_id)
         self._publish()
         if request.landing is None:
             return await self._ssd.promoted(core, request, acquired)
@@ -124,6 +132,25 @@ class CutArena:
     def _check_attached(self, request: Acquire | OpenWrite) -> None:
         if request.incarnation not in self._attached:
             raise PeerUnreachable(f"{request.instance_id} has not attached to this arena, or is gone")
+
+    def replicate(self, order: Replicate) -> None:
+        """Copy a hot prefix in the background, one at a time."""
+        if self._replicating is not None and not self._replicating.done():
+            log.info("replica_declined", source=order.source)
+            return
+        n_blocks = len(order.keys) // BLOCK_KEY_BYTES
+        request = Acquire(
+            job_id=JobId(f"replica-{uuid4().hex}"),
+            instance_id=self._me.instance_id,
+            incarnation=self._me.incarnation,
+            keys=order.keys,
+            n_blocks=n_blocks,
+            max_cached_blocks=n_blocks,
+            fetch_from=order.source,
+            fetch_blocks=n_blocks,
+            tenant=order.tenant,
+        )
+        self._replicating = self._tasks.create_task(self._fetch_prefix(request))
 
     async def _fetch_prefix(self, request: Acquire) -> None:
         """Copy missing prefix blocks from another node. Whatever goes wrong, the job computes them instead."""
@@ -197,10 +224,15 @@ class CutArena:
             self.end_job(job_id, f"{holder.instance_id} is gone")
         self._room.ring()
 
+    def read_ahead(self, order: ReadAhead) -> None:
+        """A request was placed whose prefix is on this node's SSD."""
+        self._ahead.announce(order)
+
     def end_job(self, job_id: JobId, why: str) -> None:
         for transfer_id in self.core.release(job_id, why):
             self.sender.forget(transfer_id)
             self.receiver.forget(transfer_id)
+        self._ahead.end(job_id)
         self.pool_changed()
 
     def pool_changed(self) -> None:
@@ -229,14 +261,17 @@ class CutArena:
 
     async def push_blocks(self, request: PushBlocks) -> Pushing:
         core, sender = self.core, self.sender
-        promotion = JobId(f"promote-{uuid4().hex}")
+        promotion, keys = JobId(f"promote-{uuid4().hex}"), list(split_keys(request.keys))
+        await self._ahead.join(keys, request.job_id)
         try:
-            target = core.open_promotion(promotion, request, self._me.instance_id, self._me.incarnation)
+            target = core.open_promotion(promotion, keys, request.tenant, self._me.instance_id, self._me.incarnation)
             if target is not None:
                 await self._ssd.read(target)
             outbound = core.start_push(request, self._me.instance_id, self._me.incarnation)
         finally:
             self.end_job(promotion, "the prefix is in the arena")
+            if request.job_id is not None:
+                self._ahead.end(request.job_id)
         n_blocks = outbound.n_blocks
         if n_blocks == 0:
             self.end_job(outbound.job_id, "nothing to push")
@@ -257,6 +292,10 @@ class CutArena:
 
     async def close(self) -> None:
         """End all jobs; senders have told their receivers when this returns."""
+        await self._ahead.close()
+        if self._replicating is not None:
+            self._replicating.cancel()
+            await asyncio.gather(self._replicating, return_exceptions=True)
         for job_id in self.core.all_jobs():
             self.end_job(job_id, "the messenger stops")
         await self.sender.close()

@@ -12,7 +12,7 @@ from mooncake_mesh.config import TransportKind
 from mooncake_mesh.errors import PeerUnreachable, SliceLost, TransferError
 from mooncake_mesh.mesh.arena import BorrowedArena
 from mooncake_mesh.mesh.bell import Bell
-from mooncake_mesh.messenger.core import MessengerCore
+from mooncake_mesh.messenger.core import Ended, MessengerCore
 from mooncake_mesh.messenger.landing import Destination, Landing, LandingState, SliceSpan
 from mooncake_mesh.messenger.transports.api import Incoming, LinkLost
 from mooncake_mesh.messenger.transports.crew import Crew
@@ -27,6 +27,7 @@ from mooncake_proto.transfer import (
     OpenTransfer,
     SliceAck,
     SliceOffer,
+    Slot,
     TransferPlan,
 )
 
@@ -80,8 +81,12 @@ class Receiver:
         self.link_secret = new_secret()
 
     async def open(self, request: OpenTransfer) -> TransferPlan:
-        """Tell a sender where its blocks go. Waits for the landing to be reserved (the call's deadline bounds it)."""
-        landing = await self.changed.until(lambda: self._core.landing(request.transfer_id))
+        """Tell a sender where its blocks go. Waits for the landing to be reserved (the call's deadline bounds it).
+
+        A landing that is over and had all its KV (its job was short, or found everything cached) wants no block.
+        Raises SliceLost for one that failed.
+        """
+        landing: Landing | Ended = await self.changed.until(lambda: self._core.landing_or_end(request.transfer_id))
         if request.source.block_bytes != self._core.block_bytes:
             raise TransferError(
                 f"blocks of {request.source.block_bytes} bytes do not fit this arena's of {self._core.block_bytes}"
@@ -89,18 +94,26 @@ class Receiver:
         if request.transfer_id in self._opened:
             raise SliceLost(f"transfer {request.transfer_id} has a sender already")
         transport, source = await self._choose(request)
-        if self._core.landing(request.transfer_id) is not landing or request.transfer_id in self._opened:
-            raise SliceLost(f"transfer {request.transfer_id} has ended, or a sender: {landing.failure}")
+        landing = self._core.landing_or_end(request.transfer_id) or landing
         token = secrets.token_bytes(16)
+        if isinstance(landing, Ended):
+            if landing.failure:
+                raise SliceLost(f"transfer {request.transfer_id} has ended: {landing.failure}")
+            return self._plan(request, transport, token, ())
+        if request.transfer_id in self._opened:  # a twin of this call was faster
+            raise SliceLost(f"transfer {request.transfer_id} has a sender already")
         opened = _Opened(landing=landing, token=token, source=source)
         self._opened[request.transfer_id] = self._by_token[token] = opened
+        return self._plan(request, transport, token, landing.slots)
+
+    def _plan(self, request: OpenTransfer, transport: str, token: bytes, slots: tuple[Slot, ...]) -> TransferPlan:
         return TransferPlan(
             transfer_id=request.transfer_id,
             transport=transport,
             tcp_host=self.data_host,
             tcp_port=self.data_port,
             token=token.hex(),
-            slots=landing.slots,
+            slots=slots,
             link_secret=self.link_secret.hex() if transport == TransportKind.TCP.value else "",
         )
 

@@ -1,6 +1,7 @@
 """Streaming KV out of this node's arena while prefill still computes: one task for each transfer."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,7 @@ _BATCH_BYTES: Final = 8 << 20
 _BATCHES_UNDER_WAY: Final = 3
 _INLINE_BYTES: Final = 64 << 10
 _ACK_TIMEOUT_S: Final = 30.0
+_MOST_RECEIVERS: Final = 1024
 _ABORT_TIMEOUT_S: Final = 10.0
 _LAST_WORDS_S: Final = 1.0
 
@@ -70,7 +72,7 @@ class Sender:
         self._checksums = checksums
         self._tcp_connections = tcp_connections
         self._rdma = rdma
-        self._tcp: dict[tuple[str, int], tuple[bytes, Connections]] = {}
+        self._tcp: OrderedDict[tuple[str, int], tuple[bytes, Connections]] = OrderedDict()
         self._sending: dict[TransferId, _Sending] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._aborting: set[asyncio.Task[None]] = set()
@@ -165,6 +167,9 @@ class Sender:
                 connections.close()
             connections = tcp_connections(*address, secret, self._tcp_connections)
             self._tcp[address] = secret, connections
+            if len(self._tcp) > _MOST_RECEIVERS:  # each life of a receiver has a port of its own
+                self._tcp.popitem(last=False)[1][1].close()
+        self._tcp.move_to_end(address)
         return connections
 
     async def _stream(self, sending: _Sending, path: SendPath) -> None:

@@ -5,6 +5,7 @@ socket who connects            what flows
 ====== ======================= =========================================================
 ROUTER workers of this node    Attach, Acquire, Grow, Seal, Release, StartSend …
 ROUTER other messengers        OpenTransfer, SliceOffer, ConnectQp, AbortTransfer, PushBlocks
+ROUTER conductor               ReadAhead, Replicate
 Unix   workers, messengers     the arena's descriptor; open for the life of the process
 TCP    other messengers        slices, where the transport is tcp
 ====== ======================= =========================================================
@@ -12,6 +13,7 @@ TCP    other messengers        slices, where the transport is tcp
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +27,8 @@ from mooncake_mesh.errors import (
     NoFreeBlocks,
     TransferError,
 )
-from mooncake_mesh.mesh.arena import Arena, ArenaServer, Holder
+from mooncake_mesh.mesh.arena import ArenaServer, Holder
+from mooncake_mesh.mesh.arena_memory import Arena
 from mooncake_mesh.mesh.host import host_id
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.phonebook import Phonebook
@@ -58,7 +61,9 @@ from mooncake_proto.transfer import (
     OpenWrite,
     PushBlocks,
     Pushing,
+    ReadAhead,
     Release,
+    Replicate,
     Seal,
     SendReport,
     SliceAck,
@@ -84,7 +89,7 @@ class MessengerService:
         self._config = config
         self._tasks = tasks
         self._incarnation = new_incarnation()
-        self._arena = Arena.create(config.arena_bytes)
+        self._arena = Arena.create(config.arena_bytes, config.pages)
         self._holder = Holder(instance_id=InstanceId(config.instance_id), incarnation=self._incarnation)
         self._crew = Crew(_COPY_THREADS)
         self._sources = SourceArenas(self._holder)
@@ -122,6 +127,8 @@ class MessengerService:
             SliceOffer: self._slice_offer,
             AbortTransfer: self._abort_transfer,
             PushBlocks: self._push_blocks,
+            ReadAhead: self._read_ahead,
+            Replicate: self._replicate,
         }
 
     async def run(self, lifecycle: Lifecycle) -> None:
@@ -142,7 +149,9 @@ class MessengerService:
         ]
         if self._config.transport is TransportKind.RDMA:
             self._rdma = self._open_rdma()
-        lifecycle.ready(endpoint=self._server.endpoint, arena_bytes=self._config.arena_bytes)
+        lifecycle.ready(
+            endpoint=self._server.endpoint, arena_bytes=self._config.arena_bytes, pages=self._arena.pages.value
+        )
         await lifecycle.stopping.wait()
         await membership.leave()
         for task in background:
@@ -171,7 +180,7 @@ class MessengerService:
         self._publisher.restart()
 
     def _load(self) -> Load:
-        return Load() if self._cut is None else self._cut.load()
+        return replace(Load() if self._cut is None else self._cut.load(), pages=self._arena.pages.value)
 
     def _ping(self, _: Ping, __: Caller) -> Pong:
         return Pong(
@@ -336,6 +345,14 @@ class MessengerService:
     async def _abort_transfer(self, request: AbortTransfer, _: Caller) -> Ok:
         await self._ready().receiver.abort(request.transfer_id, request.reason)
         return Ok()
+
+    def _read_ahead(self, order: ReadAhead, _: Caller) -> None:
+        if self._cut is not None:
+            self._cut.read_ahead(order)
+
+    def _replicate(self, order: Replicate, _: Caller) -> None:
+        if self._cut is not None:
+            self._cut.replicate(order)
 
     async def _push_blocks(self, request: PushBlocks, _: Caller) -> Pushing:
         return await self._ready().push_blocks(request)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from mooncake_mesh.config import PagesKind
 from mooncake_mesh.errors import SliceLost, TransferError
-from mooncake_mesh.mesh.arena import Arena
+from mooncake_mesh.mesh.arena_memory import Arena
 from mooncake_mesh.mesh.host import host_id
 from mooncake_mesh.messenger.landing import Destination, SliceSpan
 from mooncake_mesh.messenger.sending import OutgoingSlice
@@ -36,7 +37,7 @@ class SlotMemory:
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self.slots = slots
         self.slot_bytes = slot_bytes
-        self.arena = Arena.create(slots * slot_bytes)
+        self.arena = Arena.create(slots * slot_bytes, PagesKind.SMALL)
 
     def fitting(self, slots: int, slot_bytes: int) -> "SlotMemory":
         """This memory, or a new one when it has another shape.
