@@ -67,12 +67,14 @@ def test_a_short_rest_is_one_chunk() -> None:
 
 
 def test_the_cost_is_learnt_from_chunks() -> None:
-    real = ChunkCost(base_s=0.01, token_s=3e-4, pair_s=4e-8)
+    real = ChunkCost(base_s=0.05, token_s=3e-4, pair_s=4e-8)
     bounds = [(0, 512), (512, 896), (896, 1280), (1280, 1536), (0, 256), (256, 512), (512, 640)]
     samples = [ChunkSample(start=s, end=e, elapsed_s=real.chunk_s(s, e)) for s, e in bounds]
     fitted = fit_chunk_cost(samples)
     assert fitted.chunk_s(2048, 2304) == pytest.approx(real.chunk_s(2048, 2304), rel=1e-6)
     assert fit_chunk_cost(samples[:5]) == UNMEASURED
+    noisy = [ChunkSample(start=s, end=e, elapsed_s=3e-4 * (e - s)) for s, e in bounds]
+    assert fit_chunk_cost(noisy).base_s > 0.01  # or prompts would be cut into crumbs
 
 
 def test_layers_are_split_by_their_cost() -> None:

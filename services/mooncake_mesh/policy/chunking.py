@@ -14,6 +14,8 @@ from mooncake_mesh.policy.cost_fit import fit_terms
 
 _LEAST_SAMPLES: Final = 6
 _SMALLEST_BLOCKS: Final = 4
+_LEAST_BASE_TOKENS: Final = 48
+"""However few tokens a chunk has, its forward reads all weights: it costs no less than about so many tokens do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +57,17 @@ class ChunkSample:
 
 
 def fit_chunk_cost(samples: Sequence[ChunkSample]) -> ChunkCost:
-    """The cost that explains *samples* best; UNMEASURED while they are too few, or all of one length."""
+    """The cost that explains *samples* best; UNMEASURED while they are too few to tell.
+
+    An overhead that noise makes nothing of would cut prompts into the smallest chunks, so it has a least value.
+    """
     if len(samples) < _LEAST_SAMPLES:
         return UNMEASURED
     terms = [(1.0, s.end - s.start, s.end * s.end - s.start * s.start) for s in samples]
     base_s, token_s, pair_s = fit_terms(terms, [s.elapsed_s for s in samples])
     if token_s == 0.0:  # nothing but overhead and attention: too noisy to plan by
         return UNMEASURED
-    return ChunkCost(base_s=base_s, token_s=token_s, pair_s=pair_s)
+    return ChunkCost(base_s=max(base_s, _LEAST_BASE_TOKENS * token_s), token_s=token_s, pair_s=pair_s)
 
 
 def plan_chunks(
