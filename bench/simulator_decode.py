@@ -136,7 +136,7 @@ class DecodeShell:
             stream_endpoint="sim://gateway",
             deadline_s=math.inf,
             gate=gate,
-            first_token_within_s=None if gate is None else gate.ttft_s,
+            first_token_within_s=None if gate is None else flight.placement.ttft_slo_s,
         )
         sequence = self.core.submit(job, self.node.clock.now_s)
         assert not isinstance(sequence, QueueFull), "the simulated queue has no end"

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from mooncake_mesh.cli import status
-from mooncake_mesh.config import StatusConfig
+from mooncake_mesh.config_commands import StatusConfig
 from mooncake_mesh.errors import CallTimeout
 from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, Role, StatusQuery, StatusReport
 from mooncake_proto.ids import Incarnation, InstanceId, NodeId
@@ -61,6 +61,13 @@ def test_table() -> None:
         ["messenger", "messenger0", "node0", "alive", "-", "-", "60", "30", "100", "7/50", "shm,tcp", "hugetlb"],
         ["healthy:", "up", "61", "s,", "5", "placed,", "1", "rejected"],
     ]
+
+
+def test_blocks_of_tenants_are_shown_where_there_are_tenants() -> None:
+    one = _member(Role.MESSENGER, "messenger0", Load(blocks_total=100, tenants={"acme": 40, "": 3}))
+    assert "blocks of tenants on node0: acme 40, (none) 3".split() in _shown(_report(one))
+    none = _member(Role.MESSENGER, "messenger0", Load(blocks_total=100, tenants={"": 3}))
+    assert not any("tenants" in line for line in _shown(_report(none)))
 
 
 def test_unhealthy_mesh_says_why() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from mooncake_mesh.mesh.peers import Lease
 from mooncake_mesh.policy.cost_model import CostModel
 from mooncake_mesh.policy.forecast import kv_limit_tokens
+from mooncake_mesh.policy.request_class import BEGUN
 from mooncake_mesh.policy.views import InstanceView, QueuedPrompt
 from mooncake_proto.control import Load
 
@@ -20,6 +21,7 @@ class Pending:
     placed_s: float
     tokens: int = 0
     prefill_s: float = 0.0
+    priority: int = 0
     blocks: int = 0
 
 
@@ -49,9 +51,10 @@ def prefill_view(
     """The first queued prompt has been computed for a while when it is reported; the others follow without a gap."""
     load = lease.load
     prompts = load.queued_prompts or (((load.queued_tokens, 0),) if load.queued_tokens else ())
+    priorities = load.queued_priorities if len(load.queued_priorities) == len(prompts) else (0,) * len(prompts)
     queue = [
-        QueuedPrompt(tokens=uncached + cached, prefill_s=factor * cost.prefill_s(uncached, cached))
-        for uncached, cached in prompts
+        QueuedPrompt(tokens=uncached + cached, prefill_s=factor * cost.prefill_s(uncached, cached), priority=priority)
+        for (uncached, cached), priority in zip(prompts, priorities, strict=True)
     ]
     busy_until_s = lease.renewed_s
     if queue:
@@ -59,7 +62,7 @@ def prefill_view(
         busy_until_s += sum(prompt.prefill_s for prompt in queue[1:])
     for work in pending:
         busy_until_s = max(busy_until_s, work.placed_s) + work.prefill_s
-        queue.append(QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s))
+        queue.append(QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s, priority=work.priority))
     return InstanceView(
         instance_id=lease.member.instance_id,
         node_id=lease.member.node_id,
@@ -67,6 +70,7 @@ def prefill_view(
         blocks_available=room.blocks_available,
         busy_until_s=busy_until_s,
         queue=tuple(queue),
+        least_urgent=max((prompt.priority for prompt in queue), default=BEGUN),
         factor=factor,
     )
 
