@@ -21,6 +21,7 @@ class Role(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     MESSENGER = "messenger"
+    STAGE = "stage"
 
 
 class Health(enum.Enum):
