@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a shorter prompt and fewer rounds, under a minute")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--chunk-tokens", type=int, default=512, help="longest chunk")
+    parser.add_argument("--chunk-tokens", type=int, default=512, help="chunks of the instance of one stage")
     parser.add_argument("--prompt-tokens", type=int, help="8,000 otherwise, or 1,500 with --quick")
     parser.add_argument("--rounds", type=int, help="5 otherwise, or 2 with --quick")
     parser.add_argument("--layers", action="store_true", help="measure the layers instead, and say how to split them")

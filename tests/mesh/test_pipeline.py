@@ -13,12 +13,12 @@ from tests.mesh.harness import Mesh
 pytestmark = pytest.mark.mesh
 
 FLAGS = {
-    "prefill": ["--fake-prefill-s-per-token=0.004", "--chunk-tokens=64", "--fake-layers=5", "--log-level=debug"],
+    "prefill": ["--fake-prefill-s-per-token=0.003", "--chunk-tokens=32", "--fake-layers=5", "--log-level=debug"],
     "decode": ["--fake-decode-s-base=0.005", "--fake-layers=5"],
 }
 FIVE_LAYERS = replace(clients.FAKE, layout=replace(clients.FAKE.layout, layers=5))
 TOKENS = 20
-PROMPT = "a prompt that goes through two stages, chunk by chunk, " * 8
+PROMPT = "a prompt that goes through two stages, chunk by chunk, " * 12
 
 
 @pytest.fixture(scope="module")

@@ -62,6 +62,12 @@ def test_overhead_makes_chunks_fewer_and_stages_make_them_more() -> None:
     assert count(0.02, 2) < count(0.002, 2) < count(0.002, 4)
 
 
+@given(tokens=st.floats(1.0, 1e6), pair_s=st.sampled_from([0.0, 1e-30, 1e-20, 1e-8, 1e-3]))
+def test_work_and_tokens_are_inverse(tokens: float, pair_s: float) -> None:
+    cost = ChunkCost(base_s=0.0, token_s=1e-4, pair_s=pair_s)
+    assert cost.tokens_in(cost.work_s(tokens)) == pytest.approx(tokens, rel=1e-9)
+
+
 def test_a_short_rest_is_one_chunk() -> None:
     assert plan_chunks(32, 33, stages=4, largest=512, block_tokens=BLOCK, cost=UNMEASURED) == ((32, 33),)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mooncake_mesh.errors import InvalidTransition, MooncakeError
-from mooncake_mesh.policy.chunking import ChunkSample, fit_chunk_cost, plan_chunks
+from mooncake_mesh.policy.chunking import ChunkSample, fit_chunk_cost, longest_chunk, plan_chunks
 from mooncake_mesh.policy.fair_share import FairShares
 from mooncake_mesh.policy.queue_order import QueueRules, WaitingPrompt, insertion_index, is_late
 from mooncake_mesh.policy.request_class import BEGUN
@@ -265,7 +265,7 @@ class PrefillCore:
                 start,
                 end,
                 stages=self._stages,
-                largest=self._chunk_tokens,
+                largest=longest_chunk(self._chunk_tokens),
                 block_tokens=self._block_tokens,
                 cost=fit_chunk_cost(self._chunk_samples),
             )

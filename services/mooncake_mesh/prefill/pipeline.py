@@ -17,6 +17,7 @@ from mooncake_mesh.engine.api import Drawn, ModelSpec, PrefillChunk
 from mooncake_mesh.errors import InternalError, MeshError, ModelError, MooncakeError, PeerUnreachable
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_mesh.policy.chunking import longest_chunk
 from mooncake_mesh.prefill.activations import Outlet, SlotMemory
 from mooncake_mesh.prefill.stage_core import Flight
 from mooncake_proto.ids import Incarnation, JobId, TransferId, new_incarnation
@@ -68,7 +69,7 @@ class Pipeline:
         self._on_lost = on_lost
         self._stages = config.pipeline.stages
         self._slots = self._stages + _SPARE_SLOTS
-        self._slot_tokens = config.chunk_tokens
+        self._slot_tokens = longest_chunk(config.chunk_tokens)
         self._clients = [
             RpcClient(endpoint, on_lost=lambda: self.lose(PeerUnreachable("a stage of the instance was lost")))
             for endpoint in config.pipeline.stage_endpoints
