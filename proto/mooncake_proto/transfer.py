@@ -344,3 +344,25 @@ class Replicate:
     keys: PackedKeys
     source: str
     tenant: str = ""
+
+
+@message("transfer.pin_prefix")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinPrefix:
+    """Gateway → messenger: give up the prefix ``keys`` after all others, for ``keep_s`` from now on.
+
+    It replaces what ``pin_id`` pinned before; without keys that ends. Answered by PrefixPinned: what is not in the
+    arena is not pinned.
+    """
+
+    pin_id: str
+    keys: PackedKeys
+    keep_s: float
+
+
+@message("transfer.prefix_pinned")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixPinned:
+    """``n_blocks`` leading blocks of the prefix are in the arena, and pinned."""
+
+    n_blocks: Natural

@@ -17,6 +17,7 @@ from mooncake_mesh.mesh.arena import Holder
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.core import MessengerCore
+from mooncake_mesh.messenger.prefix_pins import PrefixPins
 from mooncake_mesh.messenger.publisher import KvPublisher
 from mooncake_mesh.messenger.read_ahead import AheadReader
 from mooncake_mesh.messenger.receiver import Receiver
@@ -83,6 +84,7 @@ class CutArena:
         self._fetching: dict[BlockKey, asyncio.Event] = {}  # the first key of what is being fetched
         self._attached: OrderedDict[Incarnation, None] = OrderedDict()
         self._replicating: asyncio.Task[None] | None = None
+        self.prefix_pins = PrefixPins(core.pool)
         self._ahead = AheadReader(core, ssd, tasks, me=me, end_job=self.end_job)
 
     def load(self) -> Load:
@@ -314,6 +316,7 @@ class CutArena:
     async def close(self) -> None:
         """End all jobs; senders have told their receivers when this returns."""
         await self._ahead.close()
+        self.prefix_pins.close()
         if self._replicating is not None:
             self._replicating.cancel()
             await asyncio.gather(self._replicating, return_exceptions=True)

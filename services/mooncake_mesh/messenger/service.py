@@ -6,6 +6,7 @@ socket who connects            what flows
 ROUTER workers of this node    Attach, Acquire, Grow, Seal, Release, StartSend …
 ROUTER other messengers        OpenTransfer, SliceOffer, ConnectQp, AbortTransfer, PushBlocks
 ROUTER conductor               ReadAhead, Replicate
+ROUTER gateways                PinPrefix
 Unix   workers, messengers     the arena's descriptor; open for the life of the process
 TCP    other messengers        slices, where the transport is tcp
 ====== ======================= =========================================================
@@ -59,6 +60,8 @@ from mooncake_proto.transfer import (
     Grown,
     OpenTransfer,
     OpenWrite,
+    PinPrefix,
+    PrefixPinned,
     PushBlocks,
     Pushing,
     ReadAhead,
@@ -129,6 +132,7 @@ class MessengerService:
             PushBlocks: self._push_blocks,
             ReadAhead: self._read_ahead,
             Replicate: self._replicate,
+            PinPrefix: self._pin_prefix,
         }
 
     async def run(self, lifecycle: Lifecycle) -> None:
@@ -353,6 +357,9 @@ class MessengerService:
     def _replicate(self, order: Replicate, _: Caller) -> None:
         if self._cut is not None:
             self._cut.replicate(order)
+
+    def _pin_prefix(self, request: PinPrefix, _: Caller) -> PrefixPinned:
+        return PrefixPinned(n_blocks=0) if self._cut is None else self._cut.prefix_pins.pin(request)
 
     async def _push_blocks(self, request: PushBlocks, _: Caller) -> Pushing:
         return await self._ready().push_blocks(request)
