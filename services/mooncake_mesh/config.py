@@ -145,6 +145,10 @@ class GatewayConfig:
     max_body_bytes: Annotated[int, "longest request body"] = 8 * MiB
     max_replacements: Annotated[int, "how often a request is placed anew after its workers were lost"] = 3
     share_cache_across_tenants: Annotated[bool, "let tenants find each other's KV; they can tell by the time"] = False
+    cache_db: Annotated[
+        Path | None, "file of the context caches, which gateways of one host may share; without it there are none"
+    ] = None
+    cache_tenant_tokens: Annotated[int, "tokens that one tenant's context caches may come to"] = 1_000_000
     keys: Annotated[Path | None, "folder with keys and API keys (mooncake keys): every door then asks for them"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
@@ -157,7 +161,7 @@ class GatewayConfig:
         bound(self, "bind", "stream_bind")
         connected(self, "conductor")
         above_zero(self, "request_deadline_s")
-        at_least(self, 1, "max_concurrent_requests", "max_body_bytes")
+        at_least(self, 1, "max_concurrent_requests", "max_body_bytes", "cache_tenant_tokens")
         at_least(self, 0, "max_replacements")
 
 

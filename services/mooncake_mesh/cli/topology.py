@@ -56,6 +56,7 @@ def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
             conductor=conductor,
             engine=config.engine,
             model=config.model,
+            cache_db=run_dir / "context-caches.sqlite",
             share_cache_across_tenants=config.share_cache_across_tenants,
             allow_insecure_bind=config.allow_insecure_bind,
             **shared,

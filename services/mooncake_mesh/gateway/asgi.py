@@ -82,11 +82,12 @@ def problem_response(problem: Problem) -> Response:
 
 
 class EventStream:
-    """A response of server-sent events that starts with the first of them."""
+    """A response of server-sent events that starts with the first of them, with ``headers`` as they are then."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._starting = asyncio.Lock()
+        self.headers: dict[str, str] = {}
         self.started = False
 
     async def event(self, content: Any) -> None:
@@ -99,7 +100,8 @@ class EventStream:
     async def _start(self) -> None:
         async with self._starting:  # choices run side by side: the others' events wait for the head
             if not self.started:
-                await self._send({"type": "http.response.start", "status": 200, "headers": list(_SSE_HEADERS)})
+                more = [(name.encode(), value.encode()) for name, value in self.headers.items()]
+                await self._send({"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *more]})
                 self.started = True
 
     async def done(self) -> None:

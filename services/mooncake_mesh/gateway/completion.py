@@ -6,7 +6,7 @@ end-of-sequence ids count.
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -90,8 +90,11 @@ class Completions:
         request_id: RequestId,
         tenant: str,
         standing: Standing = NO_STANDING,
+        found: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Answer one request of *tenant*, the JSON object in *body*, through *door*; *standing* wins over the body.
+
+        *found* hears how many prompt tokens were found in the pool, before the door hears anything.
 
         *request_id* is the server's own and unique. Raises a MooncakeError when the request fails, before or after its
         first chunk. Cancelling this coroutine cancels the request everywhere.
@@ -112,6 +115,7 @@ class Completions:
                 started_at=started_at,
                 deadline_at=started_at + self._limits.deadline_s,
                 max_concurrent_prompts=self._limits.max_concurrent_prompts,
+                found=found,
             )
             try:
                 await self._run_to_deadline(generation, started_at)

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Final, Protocol
@@ -39,7 +40,10 @@ class Door(Protocol):
 
 
 class Generation:
-    """Runs *prepared* once. *deadline_at* is on the monotonic clock and travels to the mesh as what is left of it."""
+    """Runs *prepared* once. *deadline_at* is on the monotonic clock and travels to the mesh as what is left of it.
+
+    *found* hears how many prompt tokens were found in the pool, before the door hears anything.
+    """
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class Generation:
         started_at: float,
         deadline_at: float,
         max_concurrent_prompts: int,
+        found: Callable[[int], None],
     ) -> None:
         self._mesh = mesh
         self._metrics = metrics
@@ -67,6 +72,7 @@ class Generation:
         given = self._options.seed
         self._seed = secrets.randbits(63) if given is None else given & _SEED_MASK
         self._cached_tokens = 0
+        self._found = found
         n = self._options.n
         self.choices = [
             Choice(index=index * n + k, prompt=prompt.tokens, prompt_text=prompt.text)
@@ -122,6 +128,7 @@ class Generation:
                     if first_token is not None:
                         self._metrics.observe_ttft_s(now - self._started_at)
                         self._cached_tokens += event.cached_tokens or 0
+                        self._found(self._cached_tokens)
                         first_token.set()
                     await self._open(choice)
                 previous_at = now

@@ -4,6 +4,7 @@
 
     POST /v1/chat/completions  /v1/completions   answers, whole or streamed
     GET  /v1/models  /v1/models/NAME             what is served now
+    …    /v1/caching                             context caches, see gateway/caching_door.py
     POST /tokenize  /detokenize                  the model's tokenizer
     GET  /health  /ping                          200 while the process lives
     GET  /ready                                  200 while a request could be served, else 503 with the reasons
@@ -18,6 +19,7 @@ of a stream is an event with the error body, then ``[DONE]``.
 import asyncio
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final
@@ -44,7 +46,9 @@ from mooncake_mesh.gateway.asgi import (
     request_id_of,
     wait_for_disconnect,
 )
+from mooncake_mesh.gateway.caching_door import caching_routes
 from mooncake_mesh.gateway.completion import Completions
+from mooncake_mesh.gateway.context_caching import ContextCaching, NoContextCaching, ResolvedChat, dry_run_answer
 from mooncake_mesh.gateway.doorkeeper import Doorkeeper, HttpDoorkeeper, tenant_of
 from mooncake_mesh.gateway.mesh_metrics import mesh_metrics
 from mooncake_mesh.gateway.metrics import DoorMetrics
@@ -69,13 +73,20 @@ class HttpLimits:
 
 
 def create_app(
-    mesh: Mesh, completions: Completions, metrics: DoorMetrics, limits: HttpLimits, doorkeeper: Doorkeeper
+    mesh: Mesh,
+    completions: Completions,
+    metrics: DoorMetrics,
+    limits: HttpLimits,
+    doorkeeper: Doorkeeper,
+    caching: ContextCaching | NoContextCaching | None = None,
 ) -> Starlette:
     """The application. *completions* may serve other doors too; who made it drains and closes it."""
     side = _SideDoors(mesh, completions, metrics, limits)
+    caching = caching or NoContextCaching()
     routes = [
-        Route("/v1/chat/completions", _Answering(completions, Operation.CHAT, limits), methods=["POST"]),
-        Route("/v1/completions", _Answering(completions, Operation.COMPLETION, limits), methods=["POST"]),
+        Route("/v1/chat/completions", _Answering(completions, Operation.CHAT, limits, caching), methods=["POST"]),
+        Route("/v1/completions", _Answering(completions, Operation.COMPLETION, limits, caching), methods=["POST"]),
+        *caching_routes(caching, completions.rates, limits.max_body_bytes),
         Route("/v1/models", side.models),
         Route("/v1/models/{name:path}", side.model),
         Route("/tokenize", side.tokenize, methods=["POST"]),
@@ -129,8 +140,15 @@ class _Front:
 class _Answering:
     """One of the two endpoints that generate."""
 
-    def __init__(self, completions: Completions, operation: Operation, limits: HttpLimits) -> None:
+    def __init__(
+        self,
+        completions: Completions,
+        operation: Operation,
+        limits: HttpLimits,
+        caching: ContextCaching | NoContextCaching,
+    ) -> None:
         self._completions = completions
+        self._caching = caching
         self._operation = operation
         self._limits = limits
 
@@ -148,9 +166,23 @@ class _Answering:
     async def _serve(self, body: bytes, answer: "_HttpAnswer", scope: Scope) -> None:
         request_id, tenant = request_id_of(scope), tenant_of(scope)
         try:
-            standing = standing_of(Headers(scope=scope))
+            headers = Headers(scope=scope)
+            standing, chat = standing_of(headers), ResolvedChat(body=body)
+            if self._operation is Operation.CHAT:
+                chat = await self._caching.resolve(body, headers, tenant)
+            if chat.is_dry_run:
+                self._completions.rates.take_request(tenant, time.monotonic())
+                answer.add_headers(chat.headers(0, time.time()))
+                await answer.whole(dry_run_answer(chat, request_id))
+                return
             await self._completions.serve(
-                self._operation, body, answer, request_id=request_id, tenant=tenant, standing=standing
+                self._operation,
+                chat.body,
+                answer,
+                request_id=request_id,
+                tenant=tenant,
+                standing=standing,
+                found=lambda cached_tokens: answer.add_headers(chat.headers(cached_tokens, time.time())),
             )
         except MooncakeError as error:
             problem = problem_of(error, request_id=request_id)
@@ -170,6 +202,10 @@ class _HttpAnswer:
         self._asgi = (scope, receive, send)
         self._events = EventStream(send)
 
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        """For a response that has not begun yet, unless it is an error."""
+        self._events.headers.update(headers)
+
     async def chunk(self, chunk: Json) -> None:
         await self._events.event(chunk)
 
@@ -177,7 +213,7 @@ class _HttpAnswer:
         if self._events.started:
             await self._events.done()
         else:
-            await json_response(response)(*self._asgi)
+            await json_response(response, headers=self._events.headers)(*self._asgi)
 
     async def fail(self, body: Json, response: Response) -> None:
         """The error: as *response* while nothing was sent, else as an event."""

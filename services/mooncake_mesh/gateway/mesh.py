@@ -162,24 +162,38 @@ class MeshClient:
             log.info("conductor_silent", code=error.code)
             return None
 
-    # --- one request --------------------------------------------------------------------------------------------------
+    # --- for context caches -------------------------------------------------------------------------------------------
 
-    def _enter(self, request: TokenRequest) -> _Running:
-        card = next((card for card in self.models() if card.name == request.model), None)
+    def messengers(self) -> list[str]:
+        """Endpoints of the messengers that are there now."""
+        states = (state for state in self._members if state.health is not Health.DEAD)
+        return [state.member.endpoint for state in states if state.member.role is Role.MESSENGER]
+
+    def key_space(self, model: str, tenant: str, cache_salt: str) -> KeySpace | None:
+        """Where the keys of such requests lie; None while nobody serves *model*."""
+        card = next((card for card in self.models() if card.name == model), None)
         if card is None:
-            raise Rejected("no_instances", unavailable=True, retry_after_s=_CONDUCTOR_RETRY_AFTER_S)
+            return None
         root = key_root(
             fingerprint=card.fingerprint,
             dtype=card.dtype,
             block_tokens=card.block_tokens,
             block_bytes=card.block_bytes,
-            tenant=request.tenant if self._sharing is CacheSharing.WITHIN_TENANT else "",
-            cache_salt=request.cache_salt,
+            tenant=tenant if self._sharing is CacheSharing.WITHIN_TENANT else "",
+            cache_salt=cache_salt,
         )
+        return KeySpace(root=root, block_tokens=card.block_tokens)
+
+    # --- one request --------------------------------------------------------------------------------------------------
+
+    def _enter(self, request: TokenRequest) -> _Running:
+        space = self.key_space(request.model, request.tenant, request.cache_salt)
+        if space is None:
+            raise Rejected("no_instances", unavailable=True, retry_after_s=_CONDUCTOR_RETRY_AFTER_S)
         started_s = monotonic()
         core = RequestCore(
             request,
-            KeySpace(root=root, block_tokens=card.block_tokens),
+            space,
             stream_endpoint=self.stream_endpoint,
             max_replacements=self._max_replacements,
             started_s=started_s,

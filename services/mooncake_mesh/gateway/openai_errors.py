@@ -20,6 +20,7 @@ from mooncake_mesh.errors import (
     Rejected,
     RemoteFailure,
 )
+from mooncake_mesh.gateway.context_cache import CacheNotFound, CachingOff
 
 REJECT_REASON_HEADER: Final = "x-mooncake-reject-reason"
 _RETRY_AFTER_S: Final = 1.0
@@ -99,6 +100,8 @@ _REFUSALS: Final[dict[type, tuple[int, str]]] = {
     ModelNotFound: (404, "not_found_error"),
     UnknownPath: (404, "not_found_error"),
     MethodNotAllowed: (405, "invalid_request_error"),
+    CacheNotFound: (404, "not_found_error"),
+    CachingOff: (501, "invalid_request_error"),
     BodyTooLarge: (413, "invalid_request_error"),
 }
 

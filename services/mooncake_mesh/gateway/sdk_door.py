@@ -9,6 +9,7 @@ import orjson
 from mooncake_mesh.errors import Aborted
 from mooncake_mesh.gateway.api import Mesh
 from mooncake_mesh.gateway.completion import Completions
+from mooncake_mesh.gateway.context_caching import ContextCaching, NoContextCaching, ResolvedChat, dry_run_answer
 from mooncake_mesh.gateway.doorkeeper import Doorkeeper
 from mooncake_mesh.gateway.model_list import model_list
 from mooncake_mesh.gateway.openai_responses import Json
@@ -22,6 +23,7 @@ from mooncake_proto.client import (
     HealthReport,
     Models,
     ModelsQuery,
+    Operation,
 )
 from mooncake_proto.control import Ok
 from mooncake_proto.ids import RequestId
@@ -30,9 +32,16 @@ from mooncake_proto.ids import RequestId
 class SdkDoor:
     """Handlers for the ROUTER that SDK clients connect to."""
 
-    def __init__(self, mesh: Mesh, completions: Completions, doorkeeper: Doorkeeper) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        completions: Completions,
+        doorkeeper: Doorkeeper,
+        caching: ContextCaching | NoContextCaching | None = None,
+    ) -> None:
         self._doorkeeper = doorkeeper
         self._mesh = mesh
+        self._caching = caching or NoContextCaching()
         self._completions = completions
         self._created = int(time.time())
         self._running: dict[tuple[bytes, str], asyncio.Task[object]] = {}
@@ -55,13 +64,14 @@ class SdkDoor:
         self._running[key] = task
         try:
             door = _Replies(caller)
-            await self._completions.serve(
-                request.operation,
-                request.request,
-                door,
-                request_id=RequestId(secrets.token_hex(16)),
-                tenant=tenant,
-            )
+            request_id, chat = RequestId(secrets.token_hex(16)), ResolvedChat(body=request.request)
+            if request.operation is Operation.CHAT:
+                chat = await self._caching.resolve(request.request, {}, tenant)
+            if chat.is_dry_run:
+                self._completions.rates.take_request(tenant, time.monotonic())
+                await door.whole(dry_run_answer(chat, request_id))
+                return
+            await self._completions.serve(request.operation, chat.body, door, request_id=request_id, tenant=tenant)
         except asyncio.CancelledError:
             if key not in self._cancelled or task.uncancel():
                 raise

@@ -8,6 +8,7 @@ ROUTER SDK clients     Generate, Cancel, ModelsQuery, HealthQuery
 ROUTER workers         FirstToken, TokenBatch, JobFailed
 DEALER conductor       Schedule, Outcomes, membership
 DEALER workers         PrefillJob, DecodeJob, CancelJob
+DEALER messengers      PinPrefix
 ====== =============== ==================================================
 
 The token streams have a socket of their own, so that no burst of new requests stands before a running one's tokens.
@@ -26,7 +27,12 @@ from starlette.applications import Starlette
 from mooncake_mesh.config import EngineKind, GatewayConfig
 from mooncake_mesh.errors import MeshError
 from mooncake_mesh.gateway import api_keys
+from mooncake_mesh.gateway.cache_keeper import CacheKeeper
+from mooncake_mesh.gateway.cache_pins import MessengerPins
+from mooncake_mesh.gateway.cache_thread import CacheThread
 from mooncake_mesh.gateway.completion import CompletionLimits, Completions
+from mooncake_mesh.gateway.context_cache import CacheLimits
+from mooncake_mesh.gateway.context_caching import ContextCaching, NoContextCaching
 from mooncake_mesh.gateway.doorkeeper import Doorkeeper
 from mooncake_mesh.gateway.http import HttpLimits, create_app
 from mooncake_mesh.gateway.mesh import CacheSharing, MeshClient
@@ -82,12 +88,13 @@ class GatewayService:
             deadline_s=config.request_deadline_s, max_concurrent_requests=config.max_concurrent_requests
         )
         completions = Completions(mesh, {served_name(config): tokenizer}, metrics, limits, doorkeeper.rates)
+        kept = self._keep_caches(mesh, completions)
         streams = RpcServer(config.stream_bind, {Ping: self._ping, **mesh.stream_handlers()}, self._tasks)
         mesh.stream_endpoint = streams.endpoint
-        door = SdkDoor(mesh, completions, doorkeeper)
+        door = SdkDoor(mesh, completions, doorkeeper, kept.caching)
         clients = RpcServer(config.bind, {Ping: self._ping, **door.handlers()}, self._tasks, audience=Audience.CLIENTS)
         http_limits = HttpLimits(max_body_bytes=config.max_body_bytes)
-        http = self._http_server(create_app(mesh, completions, metrics, http_limits, doorkeeper))
+        http = self._http_server(create_app(mesh, completions, metrics, http_limits, doorkeeper, kept.caching))
         membership = Membership(
             conductor, self._member, lambda: Load(running_jobs=completions.running), on_cluster=mesh.heard
         )
@@ -108,11 +115,19 @@ class GatewayService:
         joining.cancel()
         reporting.cancel()
         await asyncio.gather(joining, reporting, return_exceptions=True)
+        await kept.close()
         await clients.close()
         await streams.close()
         mesh.close()
         conductor.close()
         completions.close()
+
+    def _keep_caches(self, mesh: MeshClient, completions: Completions) -> "_NoCaches | _KeptCaches":
+        config = self._config
+        if config.cache_db is None:
+            return _NoCaches()
+        limits = CacheLimits(tenant_tokens=config.cache_tenant_tokens)
+        return _KeptCaches(CacheThread(config.cache_db, limits), mesh, completions, self._tasks)
 
     async def _drain(self, completions: Completions) -> None:
         await _poll(lambda: not completions.running, timeout_s=_DRAIN_S)
@@ -135,6 +150,34 @@ class GatewayService:
 
     def _ping(self, _: Ping, __: Caller) -> Pong:
         return Pong(role=Role.GATEWAY, instance_id=self._member.instance_id, incarnation=self._member.incarnation)
+
+
+class _NoCaches:
+    """No file for context caches is configured."""
+
+    caching = NoContextCaching()
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class _KeptCaches:
+    """Context caches and who looks after them."""
+
+    def __init__(
+        self, caches: CacheThread, mesh: MeshClient, completions: Completions, tasks: asyncio.TaskGroup
+    ) -> None:
+        self._caches = caches
+        self._pins = MessengerPins(mesh)
+        keeper = CacheKeeper(caches, mesh, self._pins, tasks)
+        self.caching = ContextCaching(caches, keeper, completions.preparation, completions.rates)
+        self._keeping = tasks.create_task(keeper.run())
+
+    async def close(self) -> None:
+        self._keeping.cancel()
+        await asyncio.gather(self._keeping, return_exceptions=True)
+        self._pins.close()
+        await asyncio.to_thread(self._caches.close)
 
 
 def served_name(config: GatewayConfig) -> str:
