@@ -77,6 +77,7 @@ def test_whole_mesh() -> None:
             stream_bind=ipc("tokens"),
             engine=EngineKind.FAKE,
             model="tiny",
+            cache_db=RUN_DIR / "context-caches.sqlite",
             **member,  # type: ignore[arg-type]
         ),
         "messenger0": MessengerConfig(node_id="node0", bind=ipc("messenger0"), **pool, **member),  # type: ignore[arg-type]

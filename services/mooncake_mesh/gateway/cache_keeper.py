@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from mooncake_mesh.errors import Aborted, DeadlineExceeded, MooncakeError
+from mooncake_mesh.errors import Aborted, DeadlineExceeded, MooncakeError, Rejected
 from mooncake_mesh.gateway.api import Mesh, TokenRequest
 from mooncake_mesh.gateway.cache_pins import CachePins, PinState
 from mooncake_mesh.gateway.cache_thread import CacheStoreError, CacheThread
@@ -161,7 +161,7 @@ class CacheKeeper:
             await self._run(cache)
         except MooncakeError as error:
             log.info("context_cache_not_filled", cache_id=cache.id, code=error.code, reason=str(error)[:200])
-            if error.retryable or isinstance(error, Aborted | DeadlineExceeded):
+            if _may_pass(error):
                 self._pause(trouble)
             else:
                 await self._mark(cache, CacheStatus.ERROR, CacheError(type=error.code, message=str(error)[:500]))
@@ -200,6 +200,13 @@ class CacheKeeper:
         trouble.failures += 1
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * (1 << min(trouble.failures - 1, 10)))
         trouble.not_before_s = time.monotonic() + pause_s
+
+
+def _may_pass(error: MooncakeError) -> bool:
+    """Whether a fill that ended so may succeed another time."""
+    if isinstance(error, Rejected):
+        return not error.reason.endswith("_pool_too_small")
+    return error.retryable or isinstance(error, Aborted | DeadlineExceeded)
 
 
 def _tokens(prefix: bytes) -> tuple[int, ...]:
