@@ -176,15 +176,12 @@ class _Run:
         return self._arrived == len(self._requests) and not self._open
 
     def _beat(self) -> None:
-        now_s = self._clock.now_s
         for prefill in self._prefill:
-            prefill.node.beat()
-            self._conductor.heartbeat(prefill.member.instance_id, INCARNATION, prefill.load(), now_s)
+            prefill.node.beat(prefill.member, prefill.load())
         for decode in self._decode:
-            decode.node.beat()
-            self._conductor.heartbeat(decode.member.instance_id, INCARNATION, decode.load(), now_s)
+            decode.node.beat(decode.member, decode.load())
         if not self._is_over:
-            self._clock.at(now_s + self._setup.heartbeat_s, self._beat)
+            self._clock.at(self._clock.now_s + self._setup.heartbeat_s, self._beat)
 
     def _sample(self) -> None:
         self._samples.append(
@@ -247,6 +244,8 @@ class _Run:
 
     def _start(self, flight: Flight) -> None:
         self._open += 1
+        self._prefill_of[flight.placement.prefill.instance_id].node.placed_s = self._clock.now_s
+        self._decode_of[flight.placement.decode.instance_id].node.placed_s = self._clock.now_s
         if self._draws_more(flight):
             self._decode_of[flight.placement.decode.instance_id].submit(flight, flight.request.output_tokens)
         prefill = self._prefill_of[flight.placement.prefill.instance_id]

@@ -1,10 +1,12 @@
 """The shell of a decode instance: its core says who is in the batch, the cost model how long a step takes.
 
 Between two changes of the batch nothing is decided, so the steps in between are taken at once: the lengths of the
-sequences move by as many tokens, and only the last step goes through the core. That is exact; a test compares it with
-single steps. All sequences of a batch share its intervals, so they are kept once, for the instance.
+sequences move by as many tokens, and only last tokens go through the core. That is exact; a test compares it with
+single steps. All sequences of a batch share its intervals, so they are kept once, for the instance. When each of them
+will next want something (its end, more blocks) is known in steps, and kept in a heap.
 """
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -59,15 +61,32 @@ class DecodeShell:
         self._joined: dict[JobId, Flight] = {}
         self._log: list[Interval] = []
         self._batch: list[DecodeSequence] = []
+        self._step = 0
+        self._events: list[tuple[int, int, DecodeSequence]] = []
+        self._context = 0
+        self._n_submitted = 0
+        self._n_active = 0
+        self._has_ready = False
+        self._sits_somebody_out = False
+        self._wanting: list[DecodeSequence] = []
         self._start_s = 0.0
         self._steps = 0
         self._first_step_s = 0.0
         self._step_growth_s = 0.0
         self._window = 0
         self._step_s = 0.0
+        self._idle_load: Load | None = None
 
     def load(self) -> Load:
-        """As the live worker reports it; the window's steps that are over are in it."""
+        """As the live worker reports it; the window's steps that are over are in it. One object while it is idle."""
+        core = self.core
+        if not core.n_jobs and self._idle_load is not None:
+            return self._idle_load
+        load = self._load_now()
+        self._idle_load = None if core.n_jobs else load
+        return load
+
+    def _load_now(self) -> Load:
         core = self.core
         waiting = core.n_waiting
         stepped = min(self._steps_by(self.node.clock.now_s), self._steps)
@@ -120,6 +139,8 @@ class DecodeShell:
         sequence = self.core.submit(job, self.node.clock.now_s)
         assert not isinstance(sequence, QueueFull), "the simulated queue has no end"
         self._flights[flight.job_id] = flight
+        self._n_submitted += 1
+        flight.admission = self._n_submitted
         request = Acquire(
             job_id=flight.job_id,
             instance_id=self.member.instance_id,
@@ -150,6 +171,8 @@ class DecodeShell:
             self.node.publish()
         self.core.landed(sequence, sequence.blocks)
         self.core.first_token(flight.job_id, 0)
+        self._n_active += 1
+        self._has_ready = True
         if self._batch:  # it joins at the next step
             self._shorten(self._steps_by(self.node.clock.now_s) + 1)
         else:
@@ -191,26 +214,46 @@ class DecodeShell:
 
     def _begin(self) -> None:
         """Plan the next window: who steps, and how often before anything has to be decided."""
-        batch = self._batch = self.core.plan_step()
+        if self._has_ready or self._sits_somebody_out:
+            self._plan()
+        batch = self._batch
         if not batch:
             self._steps = 0
             return
-        context = 0
-        steps = self._longest_window_steps
-        for sequence in batch:
-            context += sequence.length
-            steps = min(steps, self._steps_alone(sequence))
+        kind = self.node.kind
+        self._start_s = self.node.clock.now_s
+        self._first_step_s = kind.decode_step_s(len(batch), self._context)
+        self._step_growth_s = kind.decode_step_s(len(batch), self._context + len(batch)) - self._first_step_s
+        self._schedule(min(self._longest_window_steps, self._events[0][0] - self._step))
+
+    def _plan(self) -> None:
+        """Let the core say who is in the batch. As long as nobody sits out, that is who was in it and who came."""
+        batch = self._batch = self.core.plan_step()
+        if self._sits_somebody_out:
+            self._events.clear()
+            self._context = 0
+            entering = batch
+            self._set_aside({sequence.job.job_id for sequence in batch})
+        else:
+            entering = [sequence for sequence in batch if sequence.job.job_id not in self._joined]
+        for sequence in entering:
+            self._context += sequence.length
+            self._expect(sequence)
             flight = self._flights[sequence.job.job_id]
             if flight.log_start < 0:
                 flight.log_start = len(self._log)
                 self._joined[flight.job_id] = flight
-        if len(self._joined) > len(batch):
-            self._set_aside({sequence.job.job_id for sequence in batch})
-        kind = self.node.kind
-        self._start_s = self.node.clock.now_s
-        self._first_step_s = kind.decode_step_s(len(batch), context)
-        self._step_growth_s = kind.decode_step_s(len(batch), context + len(batch)) - self._first_step_s
-        self._schedule(steps)
+        if self._sits_somebody_out or len(batch) == self._n_active:
+            self._sits_somebody_out = len(batch) != self._n_active
+        else:  # somebody who was in the batch, or should have come, is not in it
+            self._sits_somebody_out = True
+            self._plan()
+        self._has_ready = False
+
+    def _expect(self, sequence: DecodeSequence) -> None:
+        """Note when *sequence* is at its end or wants more blocks."""
+        at = self._step + self._steps_alone(sequence)
+        heapq.heappush(self._events, (at, self._flights[sequence.job.job_id].admission, sequence))
 
     def _set_aside(self, stepping: set[JobId]) -> None:
         """Stalled sequences sit out: the intervals of the others are not theirs."""
@@ -234,7 +277,7 @@ class DecodeShell:
         """Steps until *sequence* is at its end or wants more blocks."""
         left = sequence.job.stopping.max_new_tokens - sequence.drawn
         room = len(sequence.blocks) * self._block_tokens - sequence.position
-        return left if room - _GROW_AHEAD_TOKENS >= left else max(1, room - _GROW_AHEAD_TOKENS)
+        return left if room >= left else max(1, room - _GROW_AHEAD_TOKENS)
 
     def _schedule(self, steps: int) -> None:
         self._steps = steps
@@ -279,38 +322,69 @@ class DecodeShell:
         step_s = self._elapsed_s(steps) / steps
         self._log.append((step_s, steps))
         self._step_s = self._step_s_after(steps)
+        self._step += steps
+        self._context += steps * len(batch)
         for sequence in batch:
-            sequence.length += steps - 1
-            sequence.drawn += steps - 1
-        for new in self.core.step_finished(batch, [0] * len(batch)):
-            if new.finish is not None:
-                self._finish(new.sequence)
-        self._grow()
+            sequence.length += steps
+            sequence.drawn += steps
+        ending = self._due()
+        for sequence in ending:  # the core draws the last token
+            sequence.length -= 1
+            sequence.drawn -= 1
+        for new in self.core.step_finished(ending, [0] * len(ending)):
+            assert new.finish is not None, "it has all its tokens"
+            self._finish(new.sequence)
+        if ending:
+            self._batch = [sequence for sequence in batch if not sequence.is_over]
+        if self._wanting or self._has_ready or self._sits_somebody_out:
+            self._grow()
+        self.node.publish()
         self._begin()
 
+    def _due(self) -> list[DecodeSequence]:
+        """Sequences that are at their end now; those that want to grow are left for :meth:`_grow`."""
+        ending = []
+        while self._events and self._events[0][0] <= self._step:
+            sequence = heapq.heappop(self._events)[2]
+            if sequence.drawn >= sequence.job.stopping.max_new_tokens:
+                ending.append(sequence)
+            else:
+                self._wanting.append(sequence)
+        return ending
+
     def _finish(self, sequence: DecodeSequence) -> None:
+        self._context -= sequence.length
         flight = self._leave(sequence)
         self.core.forget(sequence)
         self.node.release(flight.job_id)
         self._on_finished(flight)
 
     def _leave(self, sequence: DecodeSequence) -> Flight:
+        self._n_active -= 1
         flight = self._flights.pop(sequence.job.job_id)
         self._fold(flight)
         return flight
 
     def _grow(self) -> None:
+        """Ask for more blocks for all that the core names. Who gets none has one step at a time, then sits out."""
         for job_id, blocks in self.core.wants_growth().items():
             sequence = self.core.get(job_id)
             if sequence is None or sequence.is_over:
                 continue
-            victim = self.core.grown(sequence, self.node.messenger.grow(job_id, blocks))
+            got = self.node.messenger.grow(job_id, blocks)
+            victim = self.core.grown(sequence, got)
+            if not got:
+                self._sits_somebody_out = True
             if victim is not None:
                 self._preempt(victim)
-        self.node.publish()
+        for sequence in self._wanting:
+            if not sequence.is_over:
+                self._expect(sequence)
+        self._wanting.clear()
 
     def _preempt(self, victim: DecodeSequence) -> None:
         """Its request is placed again, with the tokens it has so far."""
+        self._sits_somebody_out = True
         flight = self._leave(victim)
         victim.stop = NoFreeBlocks("preempted: the KVCache pool of the node is full")
         self.core.stopped(victim)

@@ -11,7 +11,10 @@ from mooncake_proto.serving import Placement
 
 @dataclass(slots=True)
 class Flight:
-    """A job of a request. ``drawn`` tokens came from earlier jobs of it; ``intervals`` are all it has had so far."""
+    """A job of a request. ``drawn`` tokens came from earlier jobs of it; ``intervals`` are all it has had so far.
+
+    ``admission`` counts the jobs of its decode instance.
+    """
 
     request: TraceRequest
     record: RequestRecord
@@ -28,6 +31,7 @@ class Flight:
     arriving_blocks: int = 0
     sent_s: float = math.nan
     log_start: int = -1
+    admission: int = 0
 
     @property
     def is_first_job(self) -> bool:

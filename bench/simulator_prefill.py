@@ -52,18 +52,27 @@ class PrefillShell:
         self._ready: deque[QueuedJob] = deque()
         self._is_acquiring = False
         self._tokens_per_s = 0.0
+        self._load: Load | None = None
 
     def load(self) -> Load:
-        return Load(
-            queued_jobs=self.core.queued_jobs,
-            queued_tokens=self.core.queued_tokens,
-            running_jobs=self.core.running_jobs,
+        """As the live worker reports it. The same object again while nothing changes."""
+        core = self.core
+        queued = core.queued_prompts()
+        known = self._load
+        if known is not None and not queued and not known.queued_jobs:
+            if (known.running_jobs, known.prefills) == (core.running_jobs, core.prefills):
+                return known
+        self._load = Load(
+            queued_jobs=len(queued),
+            queued_tokens=sum(uncached for uncached, _ in queued),
+            running_jobs=core.running_jobs,
             prefill_tokens_per_s=self._tokens_per_s,
-            queued_prompts=self.core.queued_prompts(),
-            prefill_elapsed_s=self.core.elapsed_s(self.node.clock.now_s),
-            prefills=self.core.prefills,
-            recent_prefills=self.core.recent_prefills(),
+            queued_prompts=queued,
+            prefill_elapsed_s=core.elapsed_s(self.node.clock.now_s),
+            prefills=core.prefills,
+            recent_prefills=core.recent_prefills(),
         )
+        return self._load
 
     def submit(self, flight: Flight, max_new_tokens: int) -> None:
         placement = flight.placement

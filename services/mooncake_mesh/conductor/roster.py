@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from mooncake_mesh.conductor.snapshots import NodeRoom, Pending, decode_view, node_room, prefill_view
+from mooncake_mesh.conductor.snapshots import NodeRoom, Pending, PromptTimes, decode_view, node_room, prefill_view
 from mooncake_mesh.mesh.peers import Lease, PeerTable
 from mooncake_mesh.policy.admission import TBT_SHARE
 from mooncake_mesh.policy.correction import Correction
@@ -56,6 +56,7 @@ class Roster:
     def __init__(self, *, peers: PeerTable, cost: CostModel, objectives: Objectives) -> None:
         self._peers = peers
         self._cost = cost
+        self._times = PromptTimes(cost)
         self._step_limit_s = None if objectives.tbt_s is None else objectives.tbt_s * TBT_SHARE
         self._messengers: dict[NodeId, InstanceId] = {}
         self._pending: defaultdict[InstanceId, deque[Pending]] = defaultdict(deque)
@@ -208,7 +209,7 @@ class Roster:
             room = node_room(node.load, self._pending[node.member.instance_id])
         pending, factor = self._pending[member.instance_id], self._factor(member.instance_id)
         if member.role is Role.PREFILL:
-            return prefill_view(lease, room, pending, self._cost, factor)
+            return prefill_view(lease, room, pending, self._times, factor)
         return decode_view(lease, room, pending, self._cost, factor, self._step_limit_s)
 
     def _factor(self, instance_id: InstanceId) -> float:

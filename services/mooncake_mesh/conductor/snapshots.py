@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from mooncake_mesh.mesh.peers import Lease
 from mooncake_mesh.policy.cost_model import CostModel
 from mooncake_mesh.policy.forecast import kv_limit_tokens
 from mooncake_mesh.policy.views import InstanceView, QueuedPrompt
 from mooncake_proto.control import Load
+
+_MOST_PROMPTS: Final = 4_096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +46,32 @@ def node_room(reported: Load, pending: Sequence[Pending]) -> NodeRoom:
     )
 
 
+class PromptTimes:
+    """Prompts of a queue with the time that each takes. The same ones are reported with every beat while they wait."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._known: dict[tuple[int, int, float], QueuedPrompt] = {}
+
+    def queued(self, uncached: int, cached: int, factor: float) -> QueuedPrompt:
+        """A prompt at an instance that is *factor* times as slow as the model says."""
+        key = (uncached, cached, factor)
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _MOST_PROMPTS:
+                self._known.clear()
+            prefill_s = factor * self._cost.prefill_s(uncached, cached)
+            known = self._known[key] = QueuedPrompt(tokens=uncached + cached, prefill_s=prefill_s)
+        return known
+
+
 def prefill_view(
-    lease: Lease, room: NodeRoom, pending: Sequence[Pending], cost: CostModel, factor: float
+    lease: Lease, room: NodeRoom, pending: Sequence[Pending], times: PromptTimes, factor: float
 ) -> InstanceView:
     """The first queued prompt has been computed for a while when it is reported; the others follow without a gap."""
     load = lease.load
     prompts = load.queued_prompts or (((load.queued_tokens, 0),) if load.queued_tokens else ())
-    queue = [
-        QueuedPrompt(tokens=uncached + cached, prefill_s=factor * cost.prefill_s(uncached, cached))
-        for uncached, cached in prompts
-    ]
+    queue = [times.queued(uncached, cached, factor) for uncached, cached in prompts]
     busy_until_s = lease.renewed_s
     if queue:
         busy_until_s += max(0.0, queue[0].prefill_s - load.prefill_elapsed_s)

@@ -215,4 +215,4 @@ class PrefillCore:
             del self._jobs[entry.job.job_id]
 
 
-_WAITING: Final = frozenset({JobStage.QUEUED, JobStage.ACQUIRING, JobStage.READY, JobStage.COMPUTING})
+_WAITING: Final = (JobStage.QUEUED, JobStage.ACQUIRING, JobStage.READY, JobStage.COMPUTING)
