@@ -19,17 +19,17 @@ from bench.simulator_prefill import PrefillShell
 from bench.simulator_results import LoadSample, RequestRecord, RunResult
 from bench.traces import BLOCK_TOKENS, TraceRequest
 from mooncake_mesh.conductor.core import ConductorCore
-from mooncake_mesh.config_scheduling import AdmissionKind
 from mooncake_mesh.kv.block_hash import join_keys
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh.peers import PeerTable
 from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling
 from mooncake_mesh.policy.views import Objectives
-from mooncake_proto.ids import JobId
+from mooncake_proto.ids import InstanceId, JobId
 from mooncake_proto.serving import Rejected, Schedule
 
 _SAMPLE_S: Final = 5.0
+_BATCH_SHARE: Final = 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,20 @@ class MeshSetup:
     heartbeat_s: float = 0.5
     decode_shares: bool = False
     longest_window_steps: int = 1 << 20
+
+    @property
+    def landing_blocks(self) -> int:
+        """Blocks in which a decode node takes KV in: of its VRAM, and of its host memory where a gate keeps the batch
+        within VRAM. Without a TBT objective there is no gate."""
+        tokens = self.kind.vram_kv_tokens + (0 if self.objectives.tbt_s is None else self.kind.dram_kv_tokens)
+        return self.decode_blocks or tokens // self.block_tokens
+
+    @property
+    def batch_blocks(self) -> int:
+        """Blocks of KV that a decode node runs at a time: what its VRAM holds, less what a full batch grows by."""
+        if self.decode_blocks or self.objectives.tbt_s is None:
+            return 0
+        return int(self.kind.vram_kv_tokens * _BATCH_SHARE) // self.block_tokens
 
     def __post_init__(self) -> None:
         if self.prefill < 1 or self.decode < 0:
@@ -156,15 +170,17 @@ class _Run:
 
     def _decode_shell(self, i: int) -> DecodeShell:
         setup = self._setup
-        n_blocks = setup.decode_blocks or setup.kind.vram_kv_tokens // setup.block_tokens
         return DecodeShell(
-            self._node(f"d{i:03d}", n_blocks),
+            self._node(f"d{i:03d}", setup.landing_blocks),
             f"decode{i:03d}",
             block_tokens=setup.block_tokens,
             max_batch=setup.max_batch,
             longest_window_steps=setup.longest_window_steps,
+            batch_blocks=setup.batch_blocks,
             shares=setup.decode_shares,
             on_room=self._send,
+            on_granted=self._first_token,
+            on_refused=self._refused,
             on_finished=self._finished,
             on_preempted=self._preempt,
         )
@@ -212,7 +228,13 @@ class _Run:
             self._start(flight)
 
     def _place(
-        self, request: TraceRequest, record: RequestRecord, keys: bytes, prompt_tokens: int, drawn: int
+        self,
+        request: TraceRequest,
+        record: RequestRecord,
+        keys: bytes,
+        prompt_tokens: int,
+        drawn: int,
+        refused_by: tuple[InstanceId, ...] = (),
     ) -> Flight | None:
         """Ask the conductor; a refusal ends the request, as the gateway passes it on."""
         self._jobs += 1
@@ -223,6 +245,7 @@ class _Run:
             prompt_tokens=prompt_tokens,
             max_new_tokens=max(1, self._setup.max_new_tokens - drawn),
             keys=keys,
+            refused_by=refused_by,
         )
         answer = self._conductor.schedule(schedule, self._clock.now_s)
         if isinstance(answer, Rejected):
@@ -240,6 +263,7 @@ class _Run:
             keys=keys,
             prompt_tokens=prompt_tokens,
             drawn=drawn,
+            refused_by=refused_by,
         )
 
     def _start(self, flight: Flight) -> None:
@@ -271,45 +295,31 @@ class _Run:
             self._first_token(flight)
             self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
             self._finished(flight)
-        elif self._is_refused_now(flight):
-            self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
-            self._decode_of[flight.placement.decode.instance_id].dropped(flight)
-            self._open -= 1
         else:
-            if not self._holds:
+            if flight.gate is None:
                 self._first_token(flight)
             self._perhaps_land(flight)
 
-    @property
-    def _holds(self) -> bool:
-        """Whether a first token is kept back until its sequence can be decoded; the wait counts as TTFT."""
-        return self._setup.scheduling.admission.kind is AdmissionKind.HOLD
+    def _refused(self, flight: Flight, reason: str) -> None:
+        """Its KV was there, and no place for it: placed elsewhere, as the gateway does it, if anybody has one now."""
+        self._open -= 1
+        refused_by = tuple(sorted({*flight.refused_by, flight.placement.decode.instance_id}))
+        tokens = flight.request.input_tokens
+        again = self._place(flight.request, flight.record, flight.keys, tokens, 0, refused_by)
+        if again is None:
+            flight.record.refused = reason
+        else:
+            self._start(again)
 
     def _first_token(self, flight: Flight) -> None:
         if flight.is_first_job:
             flight.record.first_token_s = self._clock.now_s
         flight.token_at(self._clock.now_s)
 
-    def _is_refused_now(self, flight: Flight) -> bool:
-        """The check at the end of prefill, for those that did not hold. What was computed is lost."""
-        if self._holds or self._setup.objectives.tbt_s is None or not flight.is_first_job:
-            return False
-        if not flight.has_decode_blocks:
-            flight.record.refused = "decode_pool_full_at_decode"
-            return True
-        decode = self._decode_of[flight.placement.decode.instance_id]
-        admission = self._setup.scheduling.admission
-        decode_s = admission.decode_s or admission.assumed_decode_s
-        reason = decode.refusal(flight, self._setup.objectives, decode_s)
-        flight.record.refused = f"{reason}_at_decode" if reason else ""
-        return bool(reason)
-
     def _perhaps_land(self, flight: Flight) -> None:
         if flight.is_computed and flight.sent_s == flight.sent_s:
 
             def land() -> None:
-                if self._holds:
-                    self._first_token(flight)
                 self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
                 self._decode_of[flight.placement.decode.instance_id].landed(flight)
 

@@ -14,11 +14,10 @@ from typing import Final
 from bench.simulator_flight import Flight
 from bench.simulator_node import INCARNATION, SimNode
 from bench.simulator_results import Interval
-from mooncake_mesh.decode.core import DecodeCore, DecodeSequence, QueueFull, SequenceStage
+from mooncake_mesh.decode.core import DecodeCore
+from mooncake_mesh.decode.sequences import DecodeSequence, QueueFull, SequenceStage
 from mooncake_mesh.errors import NoFreeBlocks, Rejected
 from mooncake_mesh.kv.block_hash import split_keys
-from mooncake_mesh.policy.admission import decode_refusal
-from mooncake_mesh.policy.views import InstanceView, Objectives, RequestShape
 from mooncake_proto.control import Load, Member, Role
 from mooncake_proto.ids import InstanceId, JobId, TransferId
 from mooncake_proto.serving import DecodeJob, Sampling, Stopping
@@ -32,7 +31,10 @@ _SAMPLING: Final = Sampling(temperature=0.0)
 
 
 class DecodeShell:
-    """One decode instance. ``shares``: what it received can be found by others (as in the live system) or not."""
+    """One decode instance. ``batch_blocks`` of KV can be decoded at a time, 0: all of the node's.
+
+    ``shares``: what it received can be found by others (as in the live system) or not.
+    """
 
     def __init__(
         self,
@@ -42,18 +44,24 @@ class DecodeShell:
         block_tokens: int,
         max_batch: int,
         longest_window_steps: int,
+        batch_blocks: int,
         shares: bool,
         on_room: Callable[[Flight], None],
+        on_granted: Callable[[Flight], None],
+        on_refused: Callable[[Flight, str], None],
         on_finished: Callable[[Flight], None],
         on_preempted: Callable[[Flight, int], None],
     ) -> None:
         self.node = node
-        self.core = DecodeCore(block_tokens=block_tokens, max_batch=max_batch, max_jobs=1 << 30)
+        self.core = DecodeCore(block_tokens=block_tokens, max_batch=max_batch, max_jobs=1 << 30, step_cost=node.kind)
         self.member: Member = node.register_worker(Role.DECODE, InstanceId(name), block_tokens)
         self._block_tokens = block_tokens
         self._longest_window_steps = longest_window_steps
+        self._batch_blocks = batch_blocks
         self._shares = shares
         self._on_room = on_room
+        self._on_granted = on_granted
+        self._on_refused = on_refused
         self._on_finished = on_finished
         self._on_preempted = on_preempted
         self._flights: dict[JobId, Flight] = {}
@@ -61,12 +69,13 @@ class DecodeShell:
         self._joined: dict[JobId, Flight] = {}
         self._log: list[Interval] = []
         self._batch: list[DecodeSequence] = []
-        self._step = 0
+        self._n_steps = 0
         self._events: list[tuple[int, int, DecodeSequence]] = []
         self._context = 0
         self._n_submitted = 0
         self._n_active = 0
         self._has_ready = False
+        self._held: set[JobId] = set()
         self._sits_somebody_out = False
         self._wanting: list[DecodeSequence] = []
         self._start_s = 0.0
@@ -91,6 +100,7 @@ class DecodeShell:
         waiting = core.n_waiting
         stepped = min(self._steps_by(self.node.clock.now_s), self._steps)
         return Load(
+            blocks_total=self._batch_blocks,
             queued_jobs=waiting,
             queued_tokens=core.waiting_tokens,
             running_jobs=core.n_jobs - waiting,
@@ -98,18 +108,21 @@ class DecodeShell:
             step_s=self._step_s_after(stepped),
             sequences=self._progress(stepped),
             decoded_tokens=core.decoded_tokens,
+            steps=core.steps + stepped,
+            recent_steps=(*core.recent_steps(), self._sample(stepped)) if stepped else core.recent_steps(),
         )
 
-    def _stepped_tokens(self) -> int:
-        """Tokens of the window's steps that are over; the core hears of them when the window is."""
-        return min(self._steps_by(self.node.clock.now_s), self._steps) * len(self._batch)
+    def _sample(self, n: int) -> tuple[int, int, float]:
+        """The *n*-th step of the window as a sample: sequences, tokens of KV, seconds."""
+        sequences = len(self._batch)
+        return sequences, self._context + (n - 1) * sequences, self._first_step_s + (n - 1) * self._step_growth_s
 
     def _progress(self, stepped: int) -> tuple[tuple[int, int], ...]:
         """That of the core, with *stepped* tokens more for all that are in the batch."""
         progress = self.core.progress()
         if not stepped:
             return progress
-        started = (seq for seq in self.core.sequences() if seq.stage is not SequenceStage.WAITING)
+        started = (seq for seq in self.core.sequences() if not seq.is_waiting)
         return tuple(
             (tokens + stepped, decoded + stepped) if seq.stage is SequenceStage.RUNNING else (tokens, decoded)
             for seq, (tokens, decoded) in zip(started, progress, strict=True)
@@ -123,6 +136,7 @@ class DecodeShell:
 
     def submit(self, flight: Flight, output_tokens: int) -> None:
         """Enter a job of which *output_tokens* are drawn in all; its blocks are asked for at once."""
+        gate = flight.gate
         job = DecodeJob(
             job_id=flight.job_id,
             transfer_id=TransferId(f"kv-{flight.job_id}"),
@@ -135,6 +149,10 @@ class DecodeShell:
             drawn_tokens=flight.drawn,
             stream_endpoint="sim://gateway",
             deadline_s=math.inf,
+            gate=gate,
+            first_token_within_s=None
+            if gate is None or gate.ttft_s is None
+            else max(0.0, flight.record.arrival_s + gate.ttft_s - self.node.clock.now_s),
         )
         sequence = self.core.submit(job, self.node.clock.now_s)
         assert not isinstance(sequence, QueueFull), "the simulated queue has no end"
@@ -171,38 +189,20 @@ class DecodeShell:
             self.node.publish()
         self.core.landed(sequence, sequence.blocks)
         self.core.first_token(flight.job_id, 0)
-        self._n_active += 1
-        self._has_ready = True
+        if sequence.is_granted:
+            self._n_active += 1
+            self._has_ready = True
+        else:
+            self._held.add(flight.job_id)
         if self._batch:  # it joins at the next step
             self._shorten(self._steps_by(self.node.clock.now_s) + 1)
         else:
             self._begin()
 
-    def refusal(self, flight: Flight, objectives: Objectives, decode_s: float) -> str:
-        """The second check of the papers, when a prompt is computed: why it is not decoded here; empty when it is."""
-        core, pool = self.core, self.node.messenger.pool
-        view = InstanceView(
-            instance_id=self.member.instance_id,
-            node_id=self.node.node_id,
-            blocks_total=pool.n_blocks,
-            blocks_available=pool.available_blocks,
-            running_jobs=core.n_jobs - core.n_waiting,
-            running_tokens=core.running_tokens + self._stepped_tokens(),
-        )
-        shape = RequestShape(
-            prompt_tokens=flight.prompt_tokens,
-            max_new_tokens=1,
-            block_tokens=self._block_tokens,
-            block_bytes=self.node.block_bytes,
-            prefix_blocks={},
-        )
-        refused = decode_refusal(shape, view, self.node.kind, objectives, decode_s)
-        return "" if refused is None else refused.reason
-
     def dropped(self, flight: Flight) -> None:
-        """A job whose KV is not to come: its place and its blocks are given back."""
+        """A job that is not to be decoded: its place and its blocks are given back."""
         sequence = self.core.get(flight.job_id)
-        assert sequence is not None, "a job is dropped before it lands"
+        assert sequence is not None, "a job is dropped before it is decoded"
         del self._flights[flight.job_id]
         sequence.stop = Rejected("tbt_objective", unavailable=False, retry_after_s=1.0)
         self.core.stopped(sequence)
@@ -214,6 +214,7 @@ class DecodeShell:
 
     def _begin(self) -> None:
         """Plan the next window: who steps, and how often before anything has to be decided."""
+        self._open_gates()
         if self._has_ready or self._sits_somebody_out:
             self._plan()
         batch = self._batch
@@ -224,7 +225,7 @@ class DecodeShell:
         self._start_s = self.node.clock.now_s
         self._first_step_s = kind.decode_step_s(len(batch), self._context)
         self._step_growth_s = kind.decode_step_s(len(batch), self._context + len(batch)) - self._first_step_s
-        self._schedule(min(self._longest_window_steps, self._events[0][0] - self._step))
+        self._schedule(min(self._longest_window_steps, self._events[0][0] - self._n_steps))
 
     def _plan(self) -> None:
         """Let the core say who is in the batch. As long as nobody sits out, that is who was in it and who came."""
@@ -252,8 +253,24 @@ class DecodeShell:
 
     def _expect(self, sequence: DecodeSequence) -> None:
         """Note when *sequence* is at its end or wants more blocks."""
-        at = self._step + self._steps_alone(sequence)
+        at = self._n_steps + self._steps_alone(sequence)
         heapq.heappush(self._events, (at, self._flights[sequence.job.job_id].admission, sequence))
+
+    def _open_gates(self) -> None:
+        """Let the core decide on those whose KV is here and that were not granted yet."""
+        if not self._held:
+            return
+        verdicts = self.core.open_gates(self.node.clock.now_s)
+        for sequence in verdicts.granted:
+            self._held.discard(sequence.job.job_id)
+            self._n_active += 1
+            self._has_ready = True
+            self._on_granted(self._flights[sequence.job.job_id])
+        for sequence, refused in verdicts.refused:
+            self._held.discard(sequence.job.job_id)
+            flight = self._flights[sequence.job.job_id]
+            self.dropped(flight)
+            self._on_refused(flight, refused.reason)
 
     def _set_aside(self, stepping: set[JobId]) -> None:
         """Stalled sequences sit out: the intervals of the others are not theirs."""
@@ -322,7 +339,8 @@ class DecodeShell:
         step_s = self._elapsed_s(steps) / steps
         self._log.append((step_s, steps))
         self._step_s = self._step_s_after(steps)
-        self._step += steps
+        self.core.stepped(*self._sample(steps), steps=steps)
+        self._n_steps += steps
         self._context += steps * len(batch)
         for sequence in batch:
             sequence.length += steps
@@ -344,7 +362,7 @@ class DecodeShell:
     def _due(self) -> list[DecodeSequence]:
         """Sequences that are at their end now; those that want to grow are left for :meth:`_grow`."""
         ending = []
-        while self._events and self._events[0][0] <= self._step:
+        while self._events and self._events[0][0] <= self._n_steps:
             sequence = heapq.heappop(self._events)[2]
             if sequence.drawn >= sequence.job.stopping.max_new_tokens:
                 ending.append(sequence)

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 
 from bench.simulator_results import Interval, RequestRecord, longest_mean_s, mean_s
 from bench.traces import TraceRequest
-from mooncake_proto.ids import JobId
-from mooncake_proto.serving import Placement
+from mooncake_proto.ids import InstanceId, JobId
+from mooncake_proto.serving import DecodeGate, Placement
 
 
 @dataclass(slots=True)
 class Flight:
     """A job of a request. ``drawn`` tokens came from earlier jobs of it; ``intervals`` are all it has had so far.
 
-    ``admission`` counts the jobs of its decode instance.
+    ``admission`` counts the jobs of its decode instance; those in ``refused_by`` had no place for it.
     """
 
     request: TraceRequest
@@ -32,6 +32,13 @@ class Flight:
     sent_s: float = math.nan
     log_start: int = -1
     admission: int = 0
+    refused_by: tuple[InstanceId, ...] = ()
+
+    @property
+    def gate(self) -> DecodeGate | None:
+        """What keeps its first token back until it may be decoded. One that was decoded before passes at once."""
+        draws_more = self.request.output_tokens > self.drawn + 1
+        return self.placement.gate if self.is_first_job and draws_more else None
 
     @property
     def is_first_job(self) -> bool:

@@ -59,9 +59,9 @@ class PrefillShell:
         core = self.core
         queued = core.queued_prompts()
         known = self._load
-        if known is not None and not queued and not known.queued_jobs:
-            if (known.running_jobs, known.prefills) == (core.running_jobs, core.prefills):
-                return known
+        count = (core.running_jobs, core.prefills)
+        if known is not None and not (queued or known.queued_jobs) and (known.running_jobs, known.prefills) == count:
+            return known
         self._load = Load(
             queued_jobs=len(queued),
             queued_tokens=sum(uncached for uncached, _ in queued),

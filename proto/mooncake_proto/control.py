@@ -66,6 +66,8 @@ class Load:
     ``recent_prefills`` are the (uncached, cached, seconds) of the last few of ``prefills`` computed ones, newest last.
     Decode: queued are the jobs whose KV is still to come, with their tokens; ``sequences`` are the (tokens, decoded
     tokens) of every running one; ``decoded_tokens`` is what a finished one had decoded here, on average of late.
+    ``recent_steps`` are the (sequences, tokens of KV, seconds) of the last few of ``steps``, newest last; ``step_s`` is
+    their moving average. ``blocks_total`` is how many blocks it can decode at a time, 0: all of its node's.
     """
 
     queued_jobs: Natural = 0
@@ -90,6 +92,8 @@ class Load:
     recent_prefills: tuple[tuple[Natural, Natural, float], ...] = ()
     sequences: tuple[tuple[Natural, Natural], ...] = ()
     decoded_tokens: float = 0.0
+    steps: Natural = 0
+    recent_steps: tuple[tuple[Natural, Natural, float], ...] = ()
 
 
 @message("control.register")

@@ -7,6 +7,7 @@
     gateway → prefill     PrefillJob          answered by Ok or Failure
     prefill → gateway     FirstToken          one-way, on the gateway's stream ROUTER
     prefill → decode      PrefillDone         one-way
+    decode  → gateway     DecodeGranted       one-way, where the job has a gate: its first token may be shown
     decode  → gateway     TokenBatch          one-way, one per decode iteration and gateway
     either  → gateway     JobFailed           one-way; the job is over at the sender
     gateway → either      CancelJob           answered by Ok once nothing of the job is left there
@@ -81,10 +82,43 @@ class WorkerRef:
     messenger_endpoint: str
 
 
+class GateKind(enum.Enum):
+    """What a decode worker does with a computed prompt that it has no place for: see policy/decode_gate.py."""
+
+    CHECK = "check"
+    HOLD = "hold"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeGate:
+    """By what a decode worker lets the decoding of a computed prompt begin, as far as the conductor knows.
+
+    ``tbt_s`` is the objective for a step, ``ttft_s`` that from arrival to first token. A step is expected to take
+    ``step_base_s`` and two further times for each sequence and each token of KV. ``room_tokens`` of KV fit the
+    worker's node; ``decode_s`` is how long requests are decoded of late.
+    """
+
+    kind: GateKind
+    tbt_s: float
+    ttft_s: float | None
+    step_base_s: float
+    step_sequence_s: float
+    step_token_s: float
+    room_tokens: Positive
+    decode_s: float
+
+    def __post_init__(self) -> None:
+        if not self.tbt_s > 0:
+            raise ValueError(f"tbt_s must be positive, got {self.tbt_s}")
+        if min(self.step_base_s, self.step_sequence_s, self.step_token_s, self.decode_s) < 0:
+            raise ValueError("a gate's times must not be negative")
+
+
 @message("serving.schedule")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """``avoid`` names instances that just failed this request."""
+    """``avoid`` names instances that just failed this request; ``refused_by`` the decode instances that had no place
+    for it when its KV was there: it is placed only where there is one now."""
 
     job_id: JobId
     model: str
@@ -92,6 +126,7 @@ class Schedule:
     max_new_tokens: Positive
     keys: PackedKeys
     avoid: tuple[InstanceId, ...] = ()
+    refused_by: tuple[InstanceId, ...] = ()
 
 
 @message("serving.placement")
@@ -99,7 +134,8 @@ class Schedule:
 class Placement:
     """``fetch_from`` is the messenger endpoint of the node to copy the prefix from, empty for the local arena only.
 
-    All block counts are hints: who acts on them finds out what is really there.
+    All block counts are hints: who acts on them finds out what is really there. With a ``gate`` the decode worker has
+    the last word, and nobody is shown the first token before.
     """
 
     job_id: JobId
@@ -110,6 +146,7 @@ class Placement:
     fetch_prefix_blocks: Natural = 0
     ttft_est_s: float = 0.0
     tbt_est_s: float = 0.0
+    gate: DecodeGate | None = None
 
 
 @message("serving.rejected")
@@ -154,7 +191,8 @@ class PrefillJob:
 class DecodeJob:
     """Expect the KV of ``tokens`` under ``transfer_id``, then decode.
 
-    ``key_root`` continues the chain of block keys.
+    ``key_root`` continues the chain of block keys. With a ``gate`` decoding begins when that lets it, which the
+    gateway hears by DecodeGranted; ``first_token_within_s`` is what is left of the time to the first token.
     """
 
     job_id: JobId
@@ -168,6 +206,8 @@ class DecodeJob:
     drawn_tokens: Natural
     stream_endpoint: str
     deadline_s: float
+    gate: DecodeGate | None = None
+    first_token_within_s: float | None = None
 
 
 @message("serving.first_token")
@@ -194,6 +234,14 @@ class PrefillDone:
     token: Natural
 
 
+@message("serving.decode_granted")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeGranted:
+    """All KV of the job is here and its next token comes with the next step."""
+
+    job_id: JobId
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEntry:
     """``position`` counts the tokens of the request drawn before this one, over all its jobs."""
@@ -215,11 +263,14 @@ class TokenBatch:
 @message("serving.job_failed")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFailed:
+    """``retry_after_s``, of a refusal: when its cause is expected to be over. The message is its reason then."""
+
     job_id: JobId
     instance_id: InstanceId
     code: str
     message: str
     retryable: bool
+    retry_after_s: float | None = None
 
 
 @message("serving.cancel_job")

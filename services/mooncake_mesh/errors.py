@@ -6,7 +6,8 @@
     ├─ ConfigError                 dotted path of the bad key
     ├─ WireError                   VersionMismatch · MalformedMessage · UnknownKind   (mooncake_proto.errors)
     ├─ MeshError                   PeerUnreachable* · CallTimeout* · Draining* · SlowReader · Refused · RemoteFailure
-    ├─ RequestError                InvalidRequest · ModelNotFound · TooLong · Rejected* · Aborted · DeadlineExceeded
+    ├─ RequestError                InvalidRequest · ModelNotFound · TooLong · Rejected* · DecodeRefused* · Aborted
+    │                            DeadlineExceeded
     ├─ TransferError               SliceLost* · ChecksumMismatch* · NoFreeBlocks*
     ├─ ModelError                  UnsupportedModel
     └─ InternalError               InvalidTransition · InvariantViolated              (bugs)
@@ -24,6 +25,7 @@ __all__ = [
     "ChecksumMismatch",
     "ConfigError",
     "DeadlineExceeded",
+    "DecodeRefused",
     "Draining",
     "InternalError",
     "InvalidRequest",
@@ -128,7 +130,7 @@ class TooLong(InvalidRequest):
 
 
 class Rejected(RequestError):
-    """Refused before any work was done. ``unavailable``: nobody could serve it (503), otherwise contended (429)."""
+    """Refused before anything was shown. ``unavailable``: nobody could serve it (503), otherwise contended (429)."""
 
     code = "rejected"
     retryable = True
@@ -138,6 +140,15 @@ class Rejected(RequestError):
         self.reason = reason
         self.unavailable = unavailable
         self.retry_after_s = retry_after_s
+
+
+class DecodeRefused(Rejected):
+    """A decode instance has no place for a computed prompt: another one may have (429 otherwise)."""
+
+    code = "decode_refused"
+
+    def __init__(self, reason: str, *, retry_after_s: float) -> None:
+        super().__init__(reason, unavailable=False, retry_after_s=retry_after_s)
 
 
 class Aborted(RequestError):

@@ -256,6 +256,13 @@ class Mesh:
         child.process.kill()
         child.process.wait()
 
+    def restart(self, name: str, *flags: str) -> None:
+        """End a process and start it again with *flags* more, which win over the same ones given before."""
+        child = self._children[name]
+        self.kill(name)
+        child.flags.extend(flags)
+        self.start(name)
+
     def stop(self, name: str) -> None:
         """SIGSTOP: the process stalls with all its connections open."""
         self._children[name].is_paused = True

@@ -33,7 +33,18 @@ from mooncake_mesh.gateway.request_events import (
 from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
 from mooncake_mesh.policy.stopping import finish_after
 from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, NodeId, RequestId
-from mooncake_proto.serving import FirstToken, JobFailed, Placement, Sampling, Stopping, TokenEntry, WorkerRef
+from mooncake_proto.serving import (
+    DecodeGate,
+    DecodeGranted,
+    FirstToken,
+    GateKind,
+    JobFailed,
+    Placement,
+    Sampling,
+    Stopping,
+    TokenEntry,
+    WorkerRef,
+)
 
 ROOT = BlockKey(b"r" * 16)
 BLOCK_TOKENS = 2
@@ -55,6 +66,16 @@ def _worker(name: str) -> WorkerRef:
 
 PREFILLS = [_worker("p0"), _worker("p1")]
 DECODES = [_worker("d0"), _worker("d1")]
+GATE = DecodeGate(
+    kind=GateKind.HOLD,
+    tbt_s=0.1,
+    ttft_s=30.0,
+    step_base_s=0.01,
+    step_sequence_s=0.0,
+    step_token_s=0.0,
+    room_tokens=100,
+    decode_s=1.0,
+)
 
 
 class RequestMachine(RuleBasedStateMachine):
@@ -94,6 +115,8 @@ class RequestMachine(RuleBasedStateMachine):
         self.rooms = self.losses = 0
         self.lost: set[InstanceId] = set()
         self.accepted_jobs: set[JobId] = set()
+        self.shut: set[JobId] = set()
+        self.was_refused = False
         self.feed(Started())
 
     # --- the world ----------------------------------------------------------------------------------------------------
@@ -125,6 +148,10 @@ class RequestMachine(RuleBasedStateMachine):
                 )
                 assert decode is None or (decode.tokens, decode.drawn_tokens) == (prefill.tokens, prefill.drawn_tokens)
                 self.started[prefill.job_id] = command
+                assert decode is None or decode.gate == (None if self.out else placement.gate)
+                if decode is not None and decode.gate is not None:
+                    assert decode.first_token_within_s == 29.0
+                    self.shut.add(prefill.job_id)
                 self.open.add((prefill.job_id, placement.prefill.instance_id))
                 if decode is not None:
                     self.open.add((prefill.job_id, placement.decode.instance_id))
@@ -135,6 +162,7 @@ class RequestMachine(RuleBasedStateMachine):
             case Emit(event=event):
                 assert event.token == self.text[len(self.out)], "no gap, no repetition"
                 assert (event.cached_tokens is not None) == (not self.out)
+                assert self.core.job_id not in self.shut, "shown before it was granted"
                 self.out.append(event.token)
                 self.ends += event.finish is not None
             case Fail():
@@ -162,11 +190,48 @@ class RequestMachine(RuleBasedStateMachine):
     # --- what happens -------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.asked)
-    @rule(prefill=st.sampled_from(PREFILLS), decode=st.sampled_from(DECODES), which=st.integers(0, 3))
-    def placed(self, prefill: WorkerRef, decode: WorkerRef, which: int) -> None:
+    @rule(
+        prefill=st.sampled_from(PREFILLS),
+        decode=st.sampled_from(DECODES),
+        which=st.integers(0, 3),
+        gate=st.sampled_from((None, GATE)),
+    )
+    def placed(self, prefill: WorkerRef, decode: WorkerRef, which: int, gate: DecodeGate | None) -> None:
         """An answer to a question of now or of earlier, perhaps for the second time."""
         job_id = self.asked[-1 - which % len(self.asked)].schedule.job_id
-        self.feed(Placed(placement=Placement(job_id=job_id, prefill=prefill, decode=decode, local_prefix_blocks=0)))
+        answer = Placement(job_id=job_id, prefill=prefill, decode=decode, local_prefix_blocks=0, gate=gate)
+        self.feed(Placed(placement=answer))
+
+    @precondition(lambda self: self.started)
+    @rule(which=st.integers(0, 3))
+    def granted(self, which: int) -> None:
+        job_id = list(self.started)[-1 - which % len(self.started)]
+        self.shut.discard(job_id)
+        self.feed(DecodeGranted(job_id=job_id))
+
+    @precondition(lambda self: self.started)
+    @rule(which=st.integers(0, 3))
+    def refused_at_decode(self, which: int) -> None:
+        """Of a job that nobody has been shown anything of, the decode worker may say that it has no place for it."""
+        job_id = list(self.started)[-1 - which % len(self.started)]
+        worker = self.started[job_id].placement.decode
+        if job_id not in self.shut:
+            return
+        before = self.core.job_id
+        self.feed(
+            JobFailed(
+                job_id=job_id,
+                instance_id=worker.instance_id,
+                code="decode_refused",
+                message="tbt_objective_at_decode",
+                retryable=True,
+                retry_after_s=3.0,
+            )
+        )
+        if self.core.job_id != before:
+            self.rooms += 1
+            self.was_refused = True
+            assert worker.instance_id in self.asked[-1].schedule.refused_by
 
     @precondition(lambda self: self.asked)
     @rule(which=st.integers(0, 3), retry_after_s=st.floats(0, 100))
@@ -178,7 +243,7 @@ class RequestMachine(RuleBasedStateMachine):
         if len(self.asked) > n_asked:
             assert self.asked[-1].after_s >= 0.05, "never hot"
         elif not was_over and self.core.is_over:
-            assert len(self.started) == 0, "only one that never ran is refused"
+            assert len(self.started) == 0 or (self.was_refused and not self.out), "only what never showed is refused"
 
     @precondition(lambda self: self.started)
     @rule(target=messages, which=st.integers(0, 3), ahead=st.integers(0, 5))
@@ -216,6 +281,8 @@ class RequestMachine(RuleBasedStateMachine):
     @rule(message=messages)
     def arrives(self, message: FirstToken | TokenEntry | JobFailed) -> None:
         before = self.core.job_id
+        if isinstance(message, TokenEntry) or (isinstance(message, FirstToken) and message.finish is not None):
+            self.shut.discard(message.job_id)
         self.feed(message)
         if isinstance(message, JobFailed) and self.core.job_id != before:
             self.count(message.instance_id, before, is_room=message.code in ROOM)

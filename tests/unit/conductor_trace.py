@@ -118,11 +118,14 @@ def _beat(draw: random.Random, member: Member) -> Heartbeat:
         load = Load(queued_prompts=prompts, prefills=draw.randrange(100), recent_prefills=(sample,))
     else:
         sequences = tuple((draw.randrange(50, 300), draw.randrange(90)) for _ in range(draw.randrange(3, 12)))
+        running_tokens = sum(tokens for tokens, _ in sequences)
         load = Load(
             running_jobs=len(sequences),
-            running_tokens=sum(tokens for tokens, _ in sequences),
+            running_tokens=running_tokens,
             sequences=sequences,
             step_s=draw.uniform(0.05, 0.2),
+            steps=draw.randrange(1000),
+            recent_steps=((len(sequences), running_tokens, draw.uniform(0.05, 0.2)),),
             decoded_tokens=60.0,
         )
     return Heartbeat(instance_id=member.instance_id, incarnation=LIFE, load=load)

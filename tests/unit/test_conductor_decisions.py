@@ -19,7 +19,7 @@ from mooncake_mesh.policy.views import Objectives
 from mooncake_proto.control import Load, Member, Role
 from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, NodeId
 from mooncake_proto.kvcache import KvSnapshot
-from mooncake_proto.serving import Placement, Rejected, Schedule
+from mooncake_proto.serving import GateKind, Placement, Rejected, Schedule
 from tests.unit.conductor_trace import CARD, LIFE, REQUESTS, all_policies, recorded, replayed
 
 KEYS = [BlockKey(bytes([i]) * 16) for i in range(1, 51)]
@@ -161,8 +161,10 @@ def test_a_sample_that_is_reported_again_is_not_learnt_again() -> None:
 
 def test_step_estimates_are_corrected_and_a_slow_machine_gets_less() -> None:
     core = mesh("p0", "d0", "d1")
-    beat(core, "d0", Load(running_jobs=1, running_tokens=10, step_s=0.2), 1.0)  # modelled: 0.02
-    beat(core, "d1", Load(running_jobs=4, running_tokens=10, step_s=0.05), 1.0)
+    beat(
+        core, "d0", Load(running_jobs=1, running_tokens=10, steps=9, recent_steps=((1, 10, 0.2),)), 1.0
+    )  # modelled: 0.02
+    beat(core, "d1", Load(running_jobs=4, running_tokens=10, steps=9, recent_steps=((4, 10, 0.05),)), 1.0)
     got = placed(core, 1.0)
     assert got.decode.instance_id == "d1"
     assert got.tbt_est_s == pytest.approx(0.06)
@@ -207,3 +209,34 @@ def test_a_trace_replays_to_the_same_decisions_in_this_process_and_under_any_has
             check=True,
         )
         assert done.stdout.split("\n") == once
+
+
+# --- the decode worker's last word ------------------------------------------------------------------------------------
+
+
+def test_a_placement_tells_the_decode_worker_by_what_to_decide() -> None:
+    gate = placed(mesh("p0", "d0", blocks=50), 0.0).gate
+    assert gate is not None
+    assert (gate.kind, gate.tbt_s, gate.ttft_s, gate.room_tokens) == (GateKind.CHECK, 10.0, 100.0, 200)
+    holding = Scheduling(admission=Admission(kind=AdmissionKind.HOLD))
+    held = placed(mesh("p0", "d0", scheduling=holding), 0.0).gate
+    assert held is not None
+    assert held.kind is GateKind.HOLD
+
+
+@pytest.mark.parametrize(("jobs", "answer"), [(7, "d1"), (8, "tbt_objective")])
+def test_refused_by_one_it_is_placed_only_where_there_is_a_place_now(jobs: int, answer: str) -> None:
+    """A step with nine sequences takes 0.1 s, which is the objective."""
+    core = mesh("p0", "d0", "d1", tbt_s=0.09, scheduling=Scheduling(admission=Admission(kind=AdmissionKind.BASELINE)))
+    busy = Load(running_jobs=jobs, running_tokens=10 * jobs, step_s=COST.decode_step_s(jobs, 10 * jobs))
+    beat(core, "d1", busy, 0.0)
+    request = Schedule(
+        job_id=JobId("r"),
+        model="m",
+        prompt_tokens=40,
+        max_new_tokens=16,
+        keys=b"",
+        refused_by=(InstanceId("d0"),),
+    )
+    result = core.schedule(request, 0.0)
+    assert (result.decode.instance_id if isinstance(result, Placement) else result.reason) == answer

@@ -1,13 +1,16 @@
 """One decode instance: who waits, who runs, who gets room and who must make some."""
 
+from dataclasses import replace
+
 import pytest
 
-from mooncake_mesh.decode.core import _MOVES, DecodeCore, DecodeSequence, NewToken, QueueFull, SequenceStage
-from mooncake_mesh.errors import Aborted, InvalidTransition
+from mooncake_mesh.decode.core import DecodeCore
+from mooncake_mesh.decode.sequences import MOVES, DecodeSequence, GateVerdicts, NewToken, QueueFull, SequenceStage
+from mooncake_mesh.errors import Aborted, DecodeRefused, InvalidTransition
 from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
 from mooncake_mesh.policy.stopping import banned_tokens, finish_after
 from mooncake_proto.ids import BlockKey, Incarnation, JobId, TransferId
-from mooncake_proto.serving import DecodeJob, FinishReason, Sampling, Stopping
+from mooncake_proto.serving import DecodeGate, DecodeJob, FinishReason, GateKind, Sampling, Stopping
 
 BLOCK_TOKENS = 4
 ROOT = BlockKey(b"r" * 16)
@@ -280,6 +283,81 @@ def test_a_finished_one_gives_its_room_before_anybody_goes() -> None:
     assert c.grown(a, []) is a
 
 
+# --- gates ------------------------------------------------------------------------------------------------------------
+
+GATE = DecodeGate(
+    kind=GateKind.HOLD,
+    tbt_s=0.1,
+    ttft_s=30.0,
+    step_base_s=0.0,
+    step_sequence_s=0.04,  # two sequences a step
+    step_token_s=0.0,
+    room_tokens=1000,
+    decode_s=10.0,
+)
+
+
+def gated(c: DecodeCore, name: str, *, gate: DecodeGate = GATE, within_s: float = 20.0) -> DecodeSequence:
+    sequence = c.submit(replace(job(name), gate=gate, first_token_within_s=within_s), 100.0)
+    assert isinstance(sequence, DecodeSequence)
+    return sequence
+
+
+def arrive(c: DecodeCore, sequence: DecodeSequence, blocks: int = 4) -> None:
+    c.landed(sequence, range(blocks))
+    c.first_token(sequence.job.job_id, 50)
+
+
+def test_a_gated_sequence_joins_no_batch_before_it_is_granted_and_counts_as_waiting() -> None:
+    c = core()
+    sequence = gated(c, "a")
+    arrive(c, sequence, blocks=1)
+    assert (sequence.stage, c.plan_step(), c.wants_growth()) == (SequenceStage.READY, [], {})
+    assert (c.n_waiting, c.waiting_tokens, c.running_tokens, c.progress()) == (1, 4, 0, ())
+    assert c.open_gates(101.0) == GateVerdicts(granted=(sequence,))
+    assert c.open_gates(101.0) == GateVerdicts(), "it is granted once"
+    assert (c.n_waiting, names(c.plan_step())) == (0, ["a"])
+
+
+def test_held_sequences_are_granted_in_order_as_others_end() -> None:
+    c = core()
+    sequences = [gated(c, name) for name in "abcd"]
+    for sequence in reversed(sequences):
+        arrive(c, sequence)
+    a, b, third, fourth = sequences
+    assert c.open_gates(101.0).granted == (a, b)
+    assert c.open_gates(101.0) == GateVerdicts()
+    step(c, 2, 9)  # the first one ends
+    assert c.open_gates(102.0).granted == (third,)
+    fourth.stop = Aborted("cancelled")
+    step(c, 2, 9)
+    c.stopped(fourth)
+    c.forget(fourth)
+    assert c.open_gates(103.0) == GateVerdicts(), "a cancelled one is not granted"
+
+
+def test_who_cannot_be_granted_in_time_is_refused_until_it_is_stopped() -> None:
+    c = core()
+    gated_ones = [gated(c, name, within_s=1.5) for name in "abc"]
+    for sequence in gated_ones:
+        arrive(c, sequence)
+    last = gated_ones[-1]  # a fifth of what is decoded has to go first, which takes a fifth of 10 s
+    assert [seq for seq, _ in c.open_gates(100.0).refused] == [last]
+    assert [refused.reason for _, refused in c.open_gates(100.0).refused] == ["ttft_objective_at_decode"]
+    last.stop = DecodeRefused("ttft_objective_at_decode", retry_after_s=1.0)
+    assert c.open_gates(100.0) == GateVerdicts()
+
+
+def test_one_whose_kv_found_no_room_is_refused_when_its_first_token_is_due() -> None:
+    c = core()
+    early, waiting = gated(c, "early"), gated(c, "late")
+    c.first_token(JobId("late"), 50)
+    assert c.open_gates(119.0) == GateVerdicts()
+    [(sequence, refused)] = c.open_gates(120.0).refused
+    assert (sequence, refused.reason) == (waiting, "ttft_objective_at_decode")
+    assert not early.is_over, "its prompt is not computed yet: that is for others to judge"
+
+
 # --- sharing ----------------------------------------------------------------------------------------------------------
 
 
@@ -306,7 +384,7 @@ def test_shared_keys_are_those_of_the_next_turns_prompt(prompt: int) -> None:
 # --- moves ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("old", "new"), [(a, b) for a in SequenceStage for b in SequenceStage if (a, b) not in _MOVES])
+@pytest.mark.parametrize(("old", "new"), [(a, b) for a in SequenceStage for b in SequenceStage if (a, b) not in MOVES])
 def test_every_other_move_is_refused_and_changes_nothing(old: SequenceStage, new: SequenceStage) -> None:
     c = core()
     sequence = submitted(c, "a")

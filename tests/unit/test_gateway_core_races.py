@@ -1,6 +1,7 @@
 """The life of a request at the gateway: each race as a list of events and the exact commands."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -30,8 +31,11 @@ from mooncake_mesh.gateway.request_events import (
 from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
 from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, NodeId, RequestId, TransferId
 from mooncake_proto.serving import (
+    DecodeGate,
+    DecodeGranted,
     FinishReason,
     FirstToken,
+    GateKind,
     JobFailed,
     Placement,
     Sampling,
@@ -428,3 +432,111 @@ def test_every_other_move_is_refused_and_changes_nothing(old: RequestStage, new:
         request._move(new)
     assert (caught.value.old, caught.value.new) == (old.value, new.value)
     assert request.stage is old
+
+
+# --- gates ------------------------------------------------------------------------------------------------------------
+
+GATE = DecodeGate(
+    kind=GateKind.CHECK,
+    tbt_s=0.1,
+    ttft_s=30.0,
+    step_base_s=0.01,
+    step_sequence_s=0.0,
+    step_token_s=0.0,
+    room_tokens=100,
+    decode_s=1.0,
+)
+
+
+def gated(attempt: int = 0) -> RequestCore:
+    """A request whose first token waits for a grant."""
+    made = core()
+    [start] = made.handle(Placed(placement=replace(placement(attempt), gate=GATE)), 103.0)
+    assert isinstance(start, StartJobs)
+    assert start.decode is not None
+    assert (start.decode.gate, start.decode.first_token_within_s) == (GATE, 27.0), "three seconds went on placing"
+    made.handle(JobsAccepted(job_id=job(attempt)), 103.0)
+    return made
+
+
+def no_place(attempt: int, who: WorkerRef = D0, retry_after_s: float = 7.0) -> JobFailed:
+    refused = failed(attempt, who, "decode_refused")
+    return replace(refused, message="tbt_objective_at_decode", retry_after_s=retry_after_s)
+
+
+def test_a_first_token_is_shown_once_the_decode_worker_has_granted_it() -> None:
+    request = gated()
+    assert request.handle(first(0, 0, 20), 104.0) == []
+    assert request.stage is RequestStage.PREFILLING
+    assert emitted(request.handle(DecodeGranted(job_id=job(0)), 105.0)) == [20]
+    assert request.handle(WorkerLost(instance_id=P0.instance_id), 106.0) == [], "all KV has landed"
+    assert emitted(request.handle(entry(0, 1, 21), 106.0)) == [21]
+
+
+def test_a_grant_may_overtake_the_first_token_and_a_decoded_token_the_grant() -> None:
+    request = gated()
+    assert request.handle(DecodeGranted(job_id=job(0)), 104.0) == []
+    assert emitted(request.handle(first(0, 0, 20), 105.0)) == [20]
+    request = gated()
+    request.handle(first(0, 0, 20), 104.0)
+    assert emitted(request.handle(entry(0, 1, 21), 105.0)) == [20, 21]
+
+
+def test_a_text_that_ends_with_its_first_token_needs_no_grant() -> None:
+    request = gated()
+    commands = request.handle(first(0, 0, 2, finish=FinishReason.STOP), 104.0)
+    assert emitted(commands) == [2]
+    assert cancels(commands) == [(job(0), (D0,))]
+
+
+def test_refused_at_decode_it_is_placed_elsewhere_and_what_was_computed_is_counted() -> None:
+    request = gated()
+    request.handle(first(0, 0, 20, cached=2), 104.0)
+    commands = request.handle(no_place(0), 105.0)
+    assert cancels(commands) == [(job(0), (P0, D0))]
+    [ask] = [c for c in commands if isinstance(c, AskPlacement)]
+    assert (ask.after_s, ask.schedule.avoid, ask.schedule.refused_by) == (0.0, (), (D0.instance_id,))
+    request.handle(Placed(placement=replace(placement(1, decode=D1), gate=GATE)), 105.0)
+    assert request.handle(first(1, 0, 20, cached=4), 106.0) == []
+    assert emitted(request.handle(DecodeGranted(job_id=job(1)), 106.0)) == [20]
+    assert request.computed_tokens == 3 + 1
+
+
+def test_refused_at_decode_and_by_all_others_it_ends_with_the_reason_and_when_to_come_back() -> None:
+    request = gated()
+    request.handle(first(0, 0, 20), 104.0)
+    request.handle(no_place(0), 105.0)
+    nobody = NotPlaced(job_id=job(1), error=Rejected("tbt_objective", unavailable=False, retry_after_s=2.0))
+    [fail] = request.handle(nobody, 105.0)
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, Rejected)
+    assert (fail.error.reason, fail.error.retry_after_s) == ("tbt_objective_at_decode", 7.0)
+    assert not fail.error.unavailable
+    assert request.stage is RequestStage.FAILED
+
+
+def test_while_its_first_token_is_held_it_can_be_cancelled_lost_and_late() -> None:
+    held = gated()
+    held.handle(first(0, 0, 20), 104.0)
+    assert cancels(held.handle(CallerLeft(), 105.0)) == [(job(0), (P0, D0))]
+    late = gated()
+    late.handle(first(0, 0, 20), 104.0)
+    assert cancels(late.handle(DeadlinePassed(), 160.0)) == [(job(0), (P0, D0))]
+    for lost in (P0, D0):
+        request = gated()
+        request.handle(first(0, 0, 20), 104.0)
+        [(again, _, avoid)] = asks(request.handle(WorkerLost(instance_id=lost.instance_id), 105.0))
+        assert (again, avoid) == (job(1), (lost.instance_id,))
+        assert request.handle(DecodeGranted(job_id=job(0)), 106.0) == [], "of the job that was lost"
+
+
+def test_a_request_that_was_shown_something_has_no_gate_in_its_next_life() -> None:
+    request = gated()
+    request.handle(first(0, 0, 20), 104.0)
+    request.handle(DecodeGranted(job_id=job(0)), 104.0)
+    request.handle(WorkerLost(instance_id=D0.instance_id), 105.0)
+    [start] = request.handle(Placed(placement=replace(placement(1), gate=GATE)), 105.0)
+    assert isinstance(start, StartJobs)
+    assert start.decode is not None
+    assert start.decode.gate is None
+    assert emitted(request.handle(first(1, 1, 21), 106.0)) == [21]

@@ -2,15 +2,16 @@
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from mooncake_mesh.mesh.arena import BorrowedArena, Holder
+from mooncake_mesh.messenger.landing import Destination, SliceSpan
 from mooncake_mesh.messenger.transports import shm
-from mooncake_proto.ids import Incarnation, InstanceId, NodeId
+from mooncake_mesh.messenger.transports.crew import Crew
+from mooncake_proto.ids import BlockId, Incarnation, InstanceId, NodeId
 from mooncake_proto.transfer import ArenaInfo
 
 SOURCE = ArenaInfo(
@@ -20,6 +21,13 @@ SOURCE = ArenaInfo(
     socket_path="/run/m1.arena",
     block_bytes=64,
     n_blocks=4,
+)
+LARGE = shm.Copy(
+    destination=Destination(
+        span=SliceSpan(logical=0, layer=0, n_layers=1), block=BlockId(0), offset=0, size_bytes=1 << 20
+    ),
+    source_offset=0,
+    checksum=None,
 )
 ME = Holder(instance_id=InstanceId("m0"), incarnation=Incarnation("life-0"))
 
@@ -67,20 +75,21 @@ def test_a_copy_outlasts_any_number_of_cancellations(monkeypatch: pytest.MonkeyP
     async def scenario() -> None:
         monkeypatch.setattr(shm, "_copy_all", copy_all)
         source = Borrowed()
-        with ThreadPoolExecutor(1) as threads:
-            async with asyncio.TaskGroup() as tasks:
-                copying = tasks.create_task(
-                    shm.copy_in([], cast(BorrowedArena, source), memoryview(bytearray(64)), threads)
-                )
-                await asyncio.to_thread(has_begun.wait, 10)
-                for _ in range(3):
-                    copying.cancel()
-                    await asyncio.sleep(0)
-                    await asyncio.sleep(0)
-                assert not copying.done()
-                assert source.in_use == 1
-                may_end.set()
-            assert copying.cancelled()
-            assert source.in_use == 0
+        crew = Crew(1)
+        async with asyncio.TaskGroup() as tasks:
+            copying = tasks.create_task(
+                shm.copy_in([LARGE], cast(BorrowedArena, source), memoryview(bytearray(64)), crew)
+            )
+            await asyncio.to_thread(has_begun.wait, 10)
+            for _ in range(3):
+                copying.cancel()
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            assert not copying.done()
+            assert source.in_use == 1
+            may_end.set()
+        assert copying.cancelled()
+        assert source.in_use == 0
+        crew.close()
 
     asyncio.run(scenario())

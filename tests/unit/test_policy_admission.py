@@ -155,6 +155,8 @@ def test_capacity_counts_the_blocks_of_a_node_once_and_stops_where_steps_get_too
     assert kv_limit_tokens(COST, factor=1.0, tbt_s=0.1, room_tokens=5_000, tokens_per_job=100) == 5_000
     limit = kv_limit_tokens(COST, factor=2.0, tbt_s=0.1, room_tokens=50_000, tokens_per_job=100)
     assert 4_900 <= limit <= 5_000
+    few = kv_limit_tokens(COST, factor=100.0, tbt_s=0.1, room_tokens=50_000_000, tokens_per_job=100)
+    assert 98 <= few <= 100, "as exact where the blocks hold far more"
 
 
 def test_hold_lets_more_in_the_longer_computing_takes() -> None:

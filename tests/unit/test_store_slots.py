@@ -100,3 +100,18 @@ def test_old_blocks_go_before_new_ones() -> None:
         table.verified(slot)
     _fill(table, 4, 5)
     assert [table.holds(key(n)) for n in (1, 2, 3, 4, 5)] == [False, False, True, True, True]
+
+
+def test_a_found_block_that_is_being_written_again_is_not_held_twice() -> None:
+    """It was computed anew before its turn to be verified came: two slots under one key would end as none."""
+    table = SlotTable(3)
+    table.found([SlotRecord(slot=0, key=key(1), checksum=1, seq=5)])
+    write = table.begin_write(key(1))
+    assert write is not None
+    table.verified(0)
+    table.check_invariants()
+    table.written(write, checksum=1)
+    table.check_invariants()
+    _fill(table, 2, 3, 4)
+    table.check_invariants()
+    assert not table.holds(key(1)), "its turn to go came once"

@@ -11,15 +11,17 @@ from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.kv.event_stream import FeedRefused, NodeFeed
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh.peers import HealthChanged, PeerEvent, PeerTable
+from mooncake_mesh.policy.admission import elsewhere
 from mooncake_mesh.policy.cost_model import CostModel
 from mooncake_mesh.policy.decisions import Placed, Refused
+from mooncake_mesh.policy.decode_gate import gate_for
 from mooncake_mesh.policy.draws import draw
 from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling, place
-from mooncake_mesh.policy.views import Objectives, RequestShape
+from mooncake_mesh.policy.views import ClusterView, Objectives, RequestShape
 from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, ModelCard, Role, StatusReport
 from mooncake_proto.ids import Incarnation, InstanceId, NodeId
 from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
-from mooncake_proto.serving import Placement, Rejected, Schedule, WorkerRef
+from mooncake_proto.serving import DecodeGate, Placement, Rejected, Schedule, WorkerRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,16 +159,31 @@ class ConductorCore:
             draw=draw(self._seed, self.placed_total + self.rejected_total),
         )
         view = self._roster.cluster(request.model, request.avoid, now_s)
-        placed = place(shape, view, self._cost, self._objectives, self._scheduling)
+        placed = self._placed(request, shape, view)
         if isinstance(placed, Refused):
             return self._rejected(
                 request, placed.reason, unavailable=placed.unavailable, retry_after_s=placed.retry_after_s
             )
         self.placed_total += 1
         self._roster.placed(_work(shape, placed), now_s)
-        return self._placement(request, placed)
+        return self._placement(request, placed, self._gate(placed, view, card))
 
-    def _placement(self, request: Schedule, placed: Placed) -> Placement:
+    def _placed(self, request: Schedule, shape: RequestShape, view: ClusterView) -> Placed | Refused:
+        cost, objectives = self._cost, self._objectives
+        if request.refused_by:
+            decode_s = self._scheduling.admission.decode_time_s(view)
+            others = elsewhere(shape, view, request.refused_by, cost, objectives, decode_s)
+            if isinstance(others, Refused):
+                return others
+            view = others
+        return place(shape, view, cost, objectives, self._scheduling)
+
+    def _gate(self, placed: Placed, view: ClusterView, card: ModelCard) -> DecodeGate | None:
+        instance = next(instance for instance in view.decode if instance.instance_id == placed.decode)
+        admission = self._scheduling.admission
+        return gate_for(instance, view, self._cost, self._objectives, admission, block_tokens=card.block_tokens)
+
+    def _placement(self, request: Schedule, placed: Placed, gate: DecodeGate | None) -> Placement:
         fetch_from = "" if placed.fetch_node is None else self._messenger(placed.fetch_node)
         return Placement(
             job_id=request.job_id,
@@ -177,6 +194,7 @@ class ConductorCore:
             fetch_prefix_blocks=placed.fetch_prefix_blocks if fetch_from else 0,
             ttft_est_s=placed.ttft_est_s,
             tbt_est_s=placed.tbt_est_s,
+            gate=gate,
         )
 
     def _rejected(self, request: Schedule, reason: str, *, unavailable: bool, retry_after_s: float) -> Rejected:

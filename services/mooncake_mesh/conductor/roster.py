@@ -6,7 +6,7 @@ time), KV that will be decoded (tokens, and blocks of the decode node), and copi
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,6 +25,9 @@ BEAT_LAG_S: Final = 0.1
 _TTFT_WEIGHT: Final = 0.05
 
 WORKERS: Final = (Role.PREFILL, Role.DECODE)
+
+Sample = tuple[int, int, float]
+"""As in a load: (uncached, cached tokens, seconds) of a prefill, or (sequences, tokens of KV, seconds) of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,7 @@ class Roster:
         self._messengers: dict[NodeId, InstanceId] = {}
         self._pending: defaultdict[InstanceId, deque[Pending]] = defaultdict(deque)
         self._corrections: dict[InstanceId, Correction] = {}
-        self._prefills_seen: dict[InstanceId, int] = {}
+        self._seen: dict[InstanceId, int] = {}
         self._links_free_s: dict[NodeId, float] = {}
         self._decode_spans_s: dict[InstanceId, float] = {}
         self._pools: dict[tuple[str, Role], _Pool] = {}
@@ -77,14 +80,14 @@ class Roster:
         if member.role is Role.MESSENGER:
             self._messengers[member.node_id] = member.instance_id
         self._pending.pop(member.instance_id, None)
-        self._prefills_seen.pop(member.instance_id, None)
+        self._seen.pop(member.instance_id, None)
         self.membership_changed()
 
     def gone(self, instance_id: InstanceId) -> None:
         """A member died or left."""
         self._pending.pop(instance_id, None)
         self._corrections.pop(instance_id, None)
-        self._prefills_seen.pop(instance_id, None)
+        self._seen.pop(instance_id, None)
         self._decode_spans_s.pop(instance_id, None)
         self.membership_changed()
 
@@ -220,14 +223,18 @@ class Roster:
         """Compare what a beat reports with what the model says of it."""
         instance_id, load = lease.member.instance_id, lease.load
         if lease.member.role is Role.PREFILL:
-            fresh = load.prefills - self._prefills_seen.get(instance_id, 0)
-            self._prefills_seen[instance_id] = load.prefills
-            for uncached, cached, elapsed_s in load.recent_prefills[-fresh:] if fresh > 0 else ():
+            for uncached, cached, elapsed_s in self._fresh(instance_id, load.prefills, load.recent_prefills):
                 self._observed(instance_id, self._cost.prefill_s(uncached, cached), elapsed_s)
             return
-        if load.running_jobs:
-            self._observed(instance_id, self._cost.decode_step_s(load.running_jobs, load.running_tokens), load.step_s)
+        for sequences, tokens, elapsed_s in self._fresh(instance_id, load.steps, load.recent_steps):
+            self._observed(instance_id, self._cost.decode_step_s(sequences, tokens), elapsed_s)
         self._decode_spans_s[instance_id] = load.decoded_tokens * load.step_s
+
+    def _fresh(self, instance_id: InstanceId, count: int, recent: Sequence[Sample]) -> Sequence[Sample]:
+        """Those of the *recent* ones of *count* in all that were not reported before."""
+        fresh = count - self._seen.get(instance_id, 0)
+        self._seen[instance_id] = count
+        return recent[-fresh:] if fresh > 0 else ()
 
     def _observed(self, instance_id: InstanceId, modelled_s: float, observed_s: float) -> None:
         known = self._corrections.get(instance_id, Correction())

@@ -98,11 +98,16 @@ def decode_view(
     factor: float,
     step_limit_s: float | None,
 ) -> InstanceView:
-    """*step_limit_s* bounds the KV it may run; without one its blocks do."""
+    """*step_limit_s* bounds the KV it may run; without one its blocks do.
+
+    A worker that can decode fewer blocks at a time than its node takes in (device memory beside host memory) says so
+    in its own load.
+    """
     load = lease.load
+    blocks_total = load.blocks_total or room.blocks_total
     limit_tokens = 0
     if step_limit_s is not None and lease.member.model is not None:
-        room_tokens = room.blocks_total * lease.member.model.block_tokens
+        room_tokens = blocks_total * lease.member.model.block_tokens
         known = load.running_tokens / load.running_jobs if load.running_jobs else room_tokens
         limit_tokens = kv_limit_tokens(
             cost, factor=factor, tbt_s=step_limit_s, room_tokens=room_tokens, tokens_per_job=max(1.0, known)
@@ -110,7 +115,7 @@ def decode_view(
     return InstanceView(
         instance_id=lease.member.instance_id,
         node_id=lease.member.node_id,
-        blocks_total=room.blocks_total,
+        blocks_total=blocks_total,
         blocks_available=room.blocks_available,
         running_jobs=load.running_jobs,
         running_tokens=load.running_tokens,

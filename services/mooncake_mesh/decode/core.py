@@ -2,123 +2,67 @@
 
 ::
 
-    WAITING ──(KV landed and first token known)──► READY ──► RUNNING ──► FINISHED
-       └──────────────────┴─────────────────────────────────────┴──────► STOPPED
+    WAITING ──(KV landed and first token known)──► READY ──(gate open)──► RUNNING ──► FINISHED
+       └──────────────────┴─────────────────────────────────────────────────┴──────► STOPPED
+
+A job with a gate joins no batch before :meth:`DecodeCore.open_gates` has granted it; one that is refused is for the
+caller to stop.
 
 A sequence is *stalled* in a step when its next token has no block yet: growth is asked for ahead of need, and a
 sequence that cannot get any makes the youngest one give its place back (its request is placed again with the tokens
 drawn so far, so its text does not change).
 """
 
-import enum
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from mooncake_mesh.errors import InvalidTransition, MooncakeError
+from mooncake_mesh.decode.sequences import (
+    ACTIVE,
+    MOVES,
+    DecodeSequence,
+    GateVerdicts,
+    NewToken,
+    QueueFull,
+    SequenceStage,
+    WholeBlocks,
+)
+from mooncake_mesh.errors import InvalidTransition
 from mooncake_mesh.kv.block_hash import chain, split_keys, token_bytes
+from mooncake_mesh.policy.cost_model import StepCost
+from mooncake_mesh.policy.decisions import Refused
+from mooncake_mesh.policy.decode_gate import Batch, Candidate, Verdict, overdue, verdicts
 from mooncake_mesh.policy.stopping import finish_after
 from mooncake_proto.ids import BlockKey, JobId
-from mooncake_proto.serving import DecodeJob, FinishReason
+from mooncake_proto.serving import DecodeJob
 
 _MAX_EARLY_TOKENS: Final = 1024
 _GROW_AHEAD_TOKENS: Final = 8
 _GROW_BLOCKS: Final = 4
 _SHARE_BLOCKS: Final = 4
 _DECODED_MEMORY: Final = 0.95
-
-
-class SequenceStage(enum.Enum):
-    WAITING = "waiting"
-    READY = "ready"
-    RUNNING = "running"
-    FINISHED = "finished"
-    STOPPED = "stopped"
-
-
-_MOVES: Final = frozenset(
-    {
-        (SequenceStage.WAITING, SequenceStage.READY),
-        (SequenceStage.READY, SequenceStage.RUNNING),
-        (SequenceStage.RUNNING, SequenceStage.FINISHED),
-        (SequenceStage.WAITING, SequenceStage.STOPPED),
-        (SequenceStage.READY, SequenceStage.STOPPED),
-        (SequenceStage.RUNNING, SequenceStage.STOPPED),
-    }
-)
-
-
-class QueueFull(enum.Enum):
-    """The answer to one job too many."""
-
-    QUEUE_FULL = "queue_full"
-
-
-@dataclass(slots=True)
-class DecodeSequence:
-    """One job. ``tokens[:length]`` are prompt and drawn tokens; the KV of all but the last one is valid in ``blocks``.
-
-    ``drawn`` counts drawn tokens over all jobs of the request. ``stop`` says why the sequence should end early.
-    """
-
-    job: DecodeJob
-    prompt_tokens: int
-    tokens: npt.NDArray[np.int32]
-    length: int
-    drawn: int
-    admitted_s: float
-    last_key: BlockKey
-    sealed_blocks: int
-    stage: SequenceStage = SequenceStage.WAITING
-    blocks: list[int] = field(default_factory=list)
-    is_landed: bool = False
-    has_first_token: bool = False
-    is_growing: bool = False
-    stop: MooncakeError | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.stage in (SequenceStage.FINISHED, SequenceStage.STOPPED)
-
-    @property
-    def position(self) -> int:
-        """Where the token fed next stands, and its KV will lie."""
-        return self.length - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewToken:
-    """What one step brought for one sequence. ``position`` counts the tokens drawn before it."""
-
-    sequence: DecodeSequence
-    position: int
-    token: int
-    finish: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeBlocks:
-    """Blocks ``first_block`` onwards of a sequence are whole now; their keys."""
-
-    sequence: DecodeSequence
-    first_block: int
-    keys: tuple[BlockKey, ...]
+_RECENT_STEPS: Final = 4
 
 
 class DecodeCore:
-    """All sequences of one decode instance, in order of admission."""
+    """All sequences of one decode instance, in order of admission.
 
-    def __init__(self, *, block_tokens: int, max_batch: int, max_jobs: int) -> None:
+    *step_cost* replaces what the jobs' gates say of step times.
+    """
+
+    def __init__(self, *, block_tokens: int, max_batch: int, max_jobs: int, step_cost: StepCost | None = None) -> None:
         self._block_tokens = block_tokens
         self._max_batch = max_batch
         self._max_jobs = max_jobs
+        self._step_cost = step_cost
         self._sequences: dict[JobId, DecodeSequence] = {}
+        self._gated: dict[JobId, DecodeSequence] = {}
         self._early_tokens: OrderedDict[JobId, int] = OrderedDict()
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=_RECENT_STEPS)
         self.decoded_tokens = 0.0
+        self.steps = 0
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -128,23 +72,25 @@ class DecodeCore:
 
     @property
     def n_waiting(self) -> int:
-        return sum(sequence.stage is SequenceStage.WAITING for sequence in self._sequences.values())
+        return sum(sequence.is_waiting for sequence in self._sequences.values())
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens of the sequences whose KV or first token is still to come."""
-        return sum(seq.length for seq in self._sequences.values() if seq.stage is SequenceStage.WAITING)
+        """Tokens of the sequences whose KV, first token or grant is still to come."""
+        return sum(seq.length for seq in self._sequences.values() if seq.is_waiting)
 
     @property
     def running_tokens(self) -> int:
         """Tokens of all other sequences."""
-        return sum(seq.length for seq in self._sequences.values() if seq.stage is not SequenceStage.WAITING)
+        return sum(seq.length for seq in self._sequences.values() if not seq.is_waiting)
 
     def progress(self) -> tuple[tuple[int, int], ...]:
-        """(tokens, tokens decoded here) of every sequence whose KV and first token are here, in order of admission."""
-        return tuple(
-            (seq.length, _decoded(seq)) for seq in self._sequences.values() if seq.stage is not SequenceStage.WAITING
-        )
+        """(tokens, tokens decoded here) of every sequence that does not wait, in order of admission."""
+        return tuple((seq.length, seq.decoded) for seq in self._sequences.values() if not seq.is_waiting)
+
+    def recent_steps(self) -> tuple[tuple[int, int, float], ...]:
+        """(sequences, tokens of KV, seconds) of the last steps, newest last."""
+        return tuple(self._recent)
 
     def get(self, job_id: JobId) -> DecodeSequence | None:
         return self._sequences.get(job_id)
@@ -174,10 +120,13 @@ class DecodeCore:
             length=len(prompt),
             drawn=job.drawn_tokens,
             admitted_s=now_s,
+            is_granted=job.gate is None,
             last_key=keys[-1] if keys else BlockKey(job.key_root),
             sealed_blocks=len(keys),
         )
         self._sequences[job.job_id] = sequence
+        if job.gate is not None:
+            self._gated[job.job_id] = sequence
         if (early := self._early_tokens.pop(job.job_id, None)) is not None:
             self.first_token(job.job_id, early)
         return sequence
@@ -209,6 +158,32 @@ class DecodeCore:
         if sequence.is_landed and sequence.has_first_token and sequence.stage is SequenceStage.WAITING:
             self._move(sequence, SequenceStage.READY)
 
+    def open_gates(self, now_s: float) -> GateVerdicts:
+        """Decide on all jobs with a gate that are not granted yet; those granted may join the next batch."""
+        gated = [seq for seq in self._gated.values() if seq.stop is None and seq.has_first_token]
+        if not gated:
+            return GateVerdicts()
+        granted: list[DecodeSequence] = []
+        refused: list[tuple[DecodeSequence, Refused]] = []
+        ready = [seq for seq in gated if seq.stage is SequenceStage.READY]
+        found = verdicts(self._batch(), _candidates(ready, now_s), self._step_cost)
+        for sequence, verdict in zip(ready, found, strict=True):
+            if verdict is Verdict.GRANTED:
+                sequence.is_granted = True
+                del self._gated[sequence.job.job_id]
+                granted.append(sequence)
+            elif isinstance(verdict, Refused):
+                refused.append((sequence, verdict))
+        for sequence in gated:
+            late = overdue(sequence.left_s(now_s)) if sequence.stage is SequenceStage.WAITING else None
+            if late is not None:
+                refused.append((sequence, late))
+        return GateVerdicts(granted=tuple(granted), refused=tuple(refused))
+
+    def _batch(self) -> Batch:
+        running = [seq for seq in self._sequences.values() if seq.stage in ACTIVE and seq.is_granted]
+        return Batch(jobs=len(running), tokens=sum(seq.length for seq in running), max_jobs=self._max_batch)
+
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def plan_step(self) -> list[DecodeSequence]:
@@ -221,7 +196,7 @@ class DecodeCore:
             if sequence.stop is None and len(sequence.blocks) * block_tokens >= sequence.length:
                 if sequence.stage is SequenceStage.RUNNING:
                     running.append(sequence)
-                elif sequence.stage is SequenceStage.READY:
+                elif sequence.stage is SequenceStage.READY and sequence.is_granted:
                     ready.append(sequence)
         batch = running[: self._max_batch]
         joining = ready[: self._max_batch - len(batch)]
@@ -239,10 +214,15 @@ class DecodeCore:
             finish = finish_after(token, position, sequence.job.stopping)
             self._append(sequence, token)
             if finish is not None:
-                self._note_length(_decoded(sequence))
+                self._note_length(sequence.decoded)
                 self._move(sequence, SequenceStage.FINISHED)
             news.append(NewToken(sequence=sequence, position=position, token=token, finish=finish))
         return news
+
+    def stepped(self, sequences: int, tokens: int, elapsed_s: float, *, steps: int = 1) -> None:
+        """*steps* took *elapsed_s* each, the last of them over *tokens* of KV: a sample for whoever predicts them."""
+        self.steps += steps
+        self._recent.append((sequences, tokens, elapsed_s))
 
     def wants_growth(self) -> dict[JobId, int]:
         """Sequences that will need more blocks soon, marked as growing, and how many."""
@@ -251,7 +231,9 @@ class DecodeCore:
         for sequence in self._sequences.values():
             if len(sequence.blocks) * block_tokens - sequence.length >= _GROW_AHEAD_TOKENS:  # most, at every step
                 continue
-            if sequence.stage not in _ACTIVE or sequence.is_growing or sequence.stop is not None:
+            if sequence.stage not in ACTIVE or sequence.is_growing or sequence.stop is not None:
+                continue
+            if not sequence.is_granted:
                 continue
             room, left = self._room_tokens(sequence), self._left_tokens(sequence)
             if room <= min(_GROW_AHEAD_TOKENS, left - 1):
@@ -272,7 +254,7 @@ class DecodeCore:
             return None
         if any(other.blocks and (other.stop is not None or other.is_over) for other in self._sequences.values()):
             return None
-        return [other for other in self._sequences.values() if other.stage in _ACTIVE][-1]
+        return [other for other in self._sequences.values() if other.stage in ACTIVE][-1]
 
     def whole_blocks(self, sequence: DecodeSequence) -> WholeBlocks | None:
         """Blocks of *sequence* that can be shared: a few at a time while it runs, all whole ones once it is over."""
@@ -298,6 +280,7 @@ class DecodeCore:
         if not sequence.is_over:
             raise InvalidTransition(f"job {sequence.job.job_id}", old=sequence.stage.value, new="forgotten")
         self._sequences.pop(sequence.job.job_id, None)
+        self._gated.pop(sequence.job.job_id, None)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -322,14 +305,14 @@ class DecodeCore:
         return self._room_tokens(sequence) > 0
 
     def _move(self, sequence: DecodeSequence, stage: SequenceStage) -> None:
-        if (sequence.stage, stage) not in _MOVES:
+        if (sequence.stage, stage) not in MOVES:
             raise InvalidTransition(f"job {sequence.job.job_id}", old=sequence.stage.value, new=stage.value)
         sequence.stage = stage
 
 
-def _decoded(sequence: DecodeSequence) -> int:
-    """Tokens drawn here: the first one came from prefill."""
-    return max(0, sequence.length - sequence.prompt_tokens - 1)
-
-
-_ACTIVE: Final = frozenset({SequenceStage.READY, SequenceStage.RUNNING})
+def _candidates(sequences: Sequence[DecodeSequence], now_s: float) -> list[Candidate]:
+    return [
+        Candidate(tokens=seq.length, gate=seq.job.gate, left_s=seq.left_s(now_s))
+        for seq in sequences
+        if seq.job.gate is not None
+    ]

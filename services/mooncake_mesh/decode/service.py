@@ -5,7 +5,7 @@ socket who        what flows
 ====== ========== =================================================================
 ROUTER gateways   DecodeJob, CancelJob
 ROUTER prefill    PrefillDone
-DEALER gateways   TokenBatch (one per step and gateway), JobFailed
+DEALER gateways   DecodeGranted, TokenBatch (one per step and gateway), JobFailed
 DEALER messenger  Acquire with a landing, Grow, Seal, Release
 DEALER conductor  membership
 ====== ========== =================================================================
@@ -23,10 +23,12 @@ from typing import Final
 import structlog
 
 from mooncake_mesh.config import DecodeConfig
-from mooncake_mesh.decode.core import DecodeCore, DecodeSequence, NewToken, QueueFull
+from mooncake_mesh.decode.core import DecodeCore
+from mooncake_mesh.decode.sequences import DecodeSequence, NewToken, QueueFull
 from mooncake_mesh.engine.api import DecodeSlot, Drawn, Engine, SampleRequest
 from mooncake_mesh.errors import (
     Aborted,
+    DecodeRefused,
     InternalError,
     InvalidRequest,
     MooncakeError,
@@ -41,7 +43,7 @@ from mooncake_mesh.policy.stopping import banned_tokens
 from mooncake_mesh.worker.station import Station
 from mooncake_proto.control import Load, Ok, Role
 from mooncake_proto.ids import JobId
-from mooncake_proto.serving import CancelJob, DecodeJob, PrefillDone, TokenBatch, TokenEntry
+from mooncake_proto.serving import CancelJob, DecodeGranted, DecodeJob, PrefillDone, TokenBatch, TokenEntry
 from mooncake_proto.shapes import TOKEN_BYTES
 from mooncake_proto.transfer import Acquire, Acquired, Grow, Grown, Seal
 
@@ -100,6 +102,8 @@ class DecodeService:
             draining=self._station.is_draining,
             sequences=self._core.progress(),
             decoded_tokens=self._core.decoded_tokens,
+            steps=self._core.steps,
+            recent_steps=self._core.recent_steps(),
         )
 
     # --- jobs in ------------------------------------------------------------------------------------------------------
@@ -113,6 +117,8 @@ class DecodeService:
         if isinstance(sequence, QueueFull):
             raise Rejected("decode_queue_full", unavailable=False, retry_after_s=1.0)
         self._tasks.create_task(self._receive(sequence))
+        if job.first_token_within_s is not None:  # whoever is not granted by then is refused, steps or no steps
+            asyncio.get_running_loop().call_later(job.first_token_within_s, self._open_gates)
         return Ok()
 
     def _check_length(self, job: DecodeJob) -> None:
@@ -123,7 +129,16 @@ class DecodeService:
 
     def _prefill_done(self, done: PrefillDone, _: Caller) -> None:
         self._core.first_token(done.job_id, done.token)
+        self._open_gates()
         self._changed.ring()
+
+    def _open_gates(self) -> None:
+        """Tell the gateways of jobs that may begin now, and end those that have no place."""
+        verdicts = self._core.open_gates(monotonic())
+        for sequence in verdicts.granted:
+            self._post(sequence.job.stream_endpoint, DecodeGranted(job_id=sequence.job.job_id))
+        for sequence, refused in verdicts.refused:
+            self._stop(sequence, DecodeRefused(refused.reason, retry_after_s=refused.retry_after_s))
 
     async def _receive(self, sequence: DecodeSequence) -> None:
         """Reserve the blocks, wait for the KV, then let the sequence into the batch."""
@@ -145,6 +160,7 @@ class DecodeService:
                 cached_blocks=acquired.cached_blocks,
             )
         self._core.landed(sequence, acquired.blocks)
+        self._open_gates()
         self._changed.ring()
 
     async def _acquire(self, sequence: DecodeSequence) -> Acquired:
@@ -219,6 +235,7 @@ class DecodeService:
     async def _step_forever(self) -> None:
         news: list[tuple[NewToken, Drawn]] = []
         while True:
+            self._open_gates()
             batch = self._core.plan_step()
             if not batch:
                 self._settle(news)
@@ -226,15 +243,19 @@ class DecodeService:
                 batch = await self._changed.until(self._next_batch)
             self._stepping = frozenset(sequence.job.job_id for sequence in batch)
             slots = [self._slot(sequence) for sequence in batch]
+            tokens = sum(sequence.length for sequence in batch)
             started_s = monotonic()
             step = self._station.on_engine_thread(self._engine.decode, slots)
             await asyncio.sleep(0)  # lets the engine thread have the interpreter first; what follows is for others
             self._settle(news)
             news = await self._finish_step(batch, step)
-            self._note_step(monotonic() - started_s)
+            elapsed_s = monotonic() - started_s
+            self._core.stepped(len(batch), tokens, elapsed_s)
+            self._note_step(elapsed_s)
 
     def _next_batch(self) -> list[DecodeSequence] | None:
         """For an idle instance: sequences that are all stalled ask again for room whenever something has changed."""
+        self._open_gates()
         batch = self._core.plan_step()
         if not batch:
             self._ask_growth()
@@ -298,9 +319,11 @@ class DecodeService:
             self._tasks.create_task(self._grow(wanted))
 
     def _send(self, endpoint: str, entries: Sequence[TokenEntry]) -> None:
-        batch = TokenBatch(instance_id=self._station.me.instance_id, entries=tuple(entries))
+        self._post(endpoint, TokenBatch(instance_id=self._station.me.instance_id, entries=tuple(entries)))
+
+    def _post(self, endpoint: str, word: DecodeGranted | TokenBatch) -> None:
         try:
-            self._station.peers.get(endpoint).post(batch)
+            self._station.peers.get(endpoint).post(word)
         except PeerUnreachable:
             self._gateway_lost(endpoint)
 

@@ -10,6 +10,9 @@ A job is one attempt on one pair of instances. When its workers are lost, the re
 and the tokens drawn so far; the sampler counts on from there, so the text goes on with the very tokens it would have
 had. Tokens carry their position: what comes twice, late or from an earlier job changes nothing, and what overtakes
 waits for its turn.
+
+Where the placement has a gate, nothing is shown of a request before the decode worker has granted that it goes on: a
+first token waits here. Refused there, the request is placed elsewhere if somebody can take it, and ends otherwise.
 """
 
 import enum
@@ -17,7 +20,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final, assert_never
 
-from mooncake_mesh.errors import Aborted, DeadlineExceeded, InvalidTransition, MooncakeError, Rejected
+from mooncake_mesh.errors import (
+    Aborted,
+    DeadlineExceeded,
+    DecodeRefused,
+    InvalidTransition,
+    MooncakeError,
+    Rejected,
+)
 from mooncake_mesh.gateway.api import TokenEvent, TokenRequest
 from mooncake_mesh.gateway.request_events import (
     AskPlacement,
@@ -38,6 +48,8 @@ from mooncake_mesh.gateway.request_events import (
 from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
 from mooncake_proto.ids import BlockKey, InstanceId, JobId, TransferId
 from mooncake_proto.serving import (
+    DecodeGate,
+    DecodeGranted,
     DecodeJob,
     FirstToken,
     JobFailed,
@@ -101,6 +113,7 @@ class RequestCore:
         self._keys = keys
         self._stream_endpoint = stream_endpoint
         self._max_replacements = max_replacements
+        self._started_s = started_s
         self._deadline_s = started_s + request.deadline_s
         self._drawn: list[int] = []
         self._early: dict[int, TokenEntry | FirstToken] = {}
@@ -108,12 +121,17 @@ class RequestCore:
         self._jobs_at: tuple[WorkerRef, ...] = ()
         self._has_decoded = False
         self._is_accepted = False
+        self._is_gated = False
+        self._refusal: DecodeRefused | None = None
+        self._refused_by: set[InstanceId] = set()
         self._losses = 0
         self._pauses = 0
         self._avoid: Counter[InstanceId] = Counter()
         self._history: list[str] = []
         self.job_id = self._job_id()
         """The job of the current attempt."""
+        self.computed_tokens = 0
+        """Prompt tokens that prefill instances computed for this request, over all its jobs."""
 
     @property
     def is_over(self) -> bool:
@@ -139,6 +157,8 @@ class RequestCore:
                 return []
             case FirstToken() | TokenEntry():
                 return self._token(event) if self._is_of_running_job(event) else []
+            case DecodeGranted():
+                return self._granted() if self._is_of_running_job(event) else []
             case JobFailed():
                 return self._job_failed(event) if self._is_of_running_job(event) else []
             case WorkerLost(instance_id=instance_id):
@@ -152,7 +172,7 @@ class RequestCore:
             case _:
                 assert_never(event)
 
-    def _is_of_running_job(self, event: FirstToken | TokenEntry | JobFailed) -> bool:
+    def _is_of_running_job(self, event: FirstToken | TokenEntry | DecodeGranted | JobFailed) -> bool:
         return event.job_id == self.job_id and self.stage is not RequestStage.PLACING
 
     # --- placing ------------------------------------------------------------------------------------------------------
@@ -168,6 +188,7 @@ class RequestCore:
                 max_new_tokens=self._request.stopping.max_new_tokens - len(self._drawn),
                 keys=self._chain(tokens),
                 avoid=tuple(sorted(self._avoid)),
+                refused_by=() if self._drawn else tuple(sorted(self._refused_by)),
             ),
         )
 
@@ -199,6 +220,8 @@ class RequestCore:
             fetch_prefix_blocks=placement.fetch_prefix_blocks,
             local_prefix_blocks=placement.local_prefix_blocks,
         )
+        gate = None if is_single or self._drawn else placement.gate
+        self._is_gated = gate is not None
         if is_single:
             self._jobs_at = (placement.prefill,)
             return [StartJobs(placement=placement, prefill=prefill, decode=None)]
@@ -214,14 +237,25 @@ class RequestCore:
             drawn_tokens=len(self._drawn),
             stream_endpoint=self._stream_endpoint,
             deadline_s=left_s,
+            gate=gate,
+            first_token_within_s=self._first_token_within_s(gate, now_s),
         )
         self._jobs_at = (placement.prefill, placement.decode)
         return [StartJobs(placement=placement, prefill=prefill, decode=decode)]
 
+    def _first_token_within_s(self, gate: DecodeGate | None, now_s: float) -> float | None:
+        """What is left of the objective, which counts from the request's start."""
+        if gate is None or gate.ttft_s is None:
+            return None
+        return max(0.0, self._started_s + gate.ttft_s - now_s)
+
     def _not_placed(self, error: MooncakeError) -> list[RequestCommand]:
-        """A request that has never run is refused; one that has waits for its turn, if it can ever come."""
+        """A request that has never run, or that a decode worker had no place for, is refused; any other that has run
+        waits for its turn, if it can ever come."""
         if self._attempt == 0 or (isinstance(error, Rejected) and error.reason.endswith("_too_small")):
             return self._fail(error)
+        if self._refusal is not None and not self._drawn:
+            return self._fail(self._refusal)
         pause_s = self._pause_s()
         if isinstance(error, Rejected):
             pause_s = max(pause_s, min(error.retry_after_s, _LONGEST_PAUSE_S))
@@ -232,9 +266,23 @@ class RequestCore:
     def _token(self, entry: FirstToken | TokenEntry) -> list[RequestCommand]:
         if entry.position < len(self._drawn):
             return []
+        if isinstance(entry, FirstToken) and entry.position not in self._early:
+            self.computed_tokens += max(0, len(self._request.prompt) + len(self._drawn) - entry.cached_tokens)
         self._early[entry.position] = entry
+        if isinstance(entry, TokenEntry) or entry.finish is not None:
+            self._is_gated = False  # it is decoded, or needs no decoding
+        return self._show()
+
+    def _granted(self) -> list[RequestCommand]:
+        """All KV has landed: what becomes of the prefill worker does not matter any more."""
+        self._is_gated = False
+        self._has_decoded = True
+        return self._show()
+
+    def _show(self) -> list[RequestCommand]:
+        """Emit what is due."""
         commands: list[RequestCommand] = []
-        while not self.is_over and (due := self._early.pop(len(self._drawn), None)) is not None:
+        while not (self.is_over or self._is_gated) and (due := self._early.pop(len(self._drawn), None)) is not None:
             commands += self._emit(due)
         return commands
 
@@ -256,6 +304,8 @@ class RequestCore:
     # --- losses -------------------------------------------------------------------------------------------------------
 
     def _job_failed(self, failed: JobFailed) -> list[RequestCommand]:
+        if failed.code == DecodeRefused.code:
+            return self._refused_at_decode(failed)
         error = _JobError(failed)
         if not failed.retryable:
             return self._fail(error)
@@ -283,6 +333,15 @@ class RequestCore:
             self._avoid[culprit] += 1
         if self._losses > self._max_replacements:
             return self._fail(error)
+        return self._ask_again(after_s=self._pause_s() if is_room or is_known_loss else 0.0)
+
+    def _refused_at_decode(self, failed: JobFailed) -> list[RequestCommand]:
+        """No loss: the worker is well. The conductor is asked who else could take it now."""
+        self._refusal = DecodeRefused(failed.message, retry_after_s=failed.retry_after_s or 1.0)
+        self._refused_by.add(failed.instance_id)
+        return self._ask_again(after_s=self._pause_s() if self._drawn else 0.0)
+
+    def _ask_again(self, *, after_s: float) -> list[RequestCommand]:
         cancels = self._cancel("placed again")
         self._move(RequestStage.PLACING)
         self.placement = None
@@ -290,7 +349,7 @@ class RequestCore:
         self._attempt += 1
         self.job_id = self._job_id()
         self._early.clear()
-        return [*cancels, self._ask(after_s=self._pause_s() if is_room or is_known_loss else 0.0)]
+        return [*cancels, self._ask(after_s=after_s)]
 
     def _pause_s(self) -> float:
         self._pauses += 1

@@ -42,6 +42,7 @@ from mooncake_proto.control import ClusterState, Health, MemberState, ModelCard,
 from mooncake_proto.ids import JobId
 from mooncake_proto.serving import (
     CancelJob,
+    DecodeGranted,
     FirstToken,
     JobFailed,
     Placement,
@@ -85,7 +86,12 @@ class MeshClient:
 
     def stream_handlers(self) -> dict[type, Handler]:
         """What the stream ROUTER takes."""
-        return {FirstToken: self._first_token, TokenBatch: self._token_batch, JobFailed: self._job_failed}
+        return {
+            FirstToken: self._first_token,
+            DecodeGranted: self._decode_granted,
+            TokenBatch: self._token_batch,
+            JobFailed: self._job_failed,
+        }
 
     def close(self) -> None:
         self._workers.close()
@@ -233,6 +239,11 @@ class MeshClient:
         running = self._running.get(first.job_id)
         if running is not None:
             self._feed(running, first)
+
+    def _decode_granted(self, granted: DecodeGranted, _: Caller) -> None:
+        running = self._running.get(granted.job_id)
+        if running is not None:
+            self._feed(running, granted)
 
     def _token_batch(self, batch: TokenBatch, _: Caller) -> None:
         for entry in batch.entries:

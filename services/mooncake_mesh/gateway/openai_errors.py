@@ -66,7 +66,7 @@ def problem_of(error: BaseException, *, request_id: str) -> Problem:
         case Rejected():
             status, kind = (503, "server_error") if error.unavailable else (429, "rate_limit_error")
             headers = _come_back(error.retry_after_s, error.reason)
-            text = f"the request was refused before any work was done: {error.reason}"
+            text = f"the request was refused: {error.reason}"
             return Problem(status=status, type=kind, code=error.code, message=text, headers=headers)
         case RemoteFailure() if error.code in _CALLERS_MISTAKES:
             param = error.failure.path or None

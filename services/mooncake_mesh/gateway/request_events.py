@@ -1,7 +1,7 @@
 """What may happen to a request at the gateway, and what its core may command: the vocabulary of gateway/core.py.
 
-Events are past tense, commands imperative. Messages from workers (FirstToken, TokenEntry, JobFailed) are events as they
-are.
+Events are past tense, commands imperative. Messages from workers (FirstToken, DecodeGranted, TokenEntry, JobFailed)
+are events as they are.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from mooncake_mesh.errors import MooncakeError
 from mooncake_mesh.gateway.api import TokenEvent
 from mooncake_proto.ids import InstanceId, JobId
 from mooncake_proto.serving import (
+    DecodeGranted,
     DecodeJob,
     FirstToken,
     JobFailed,
@@ -67,6 +68,7 @@ RequestEvent = (
     | NotPlaced
     | JobsAccepted
     | FirstToken
+    | DecodeGranted
     | TokenEntry
     | JobFailed
     | WorkerLost

@@ -38,6 +38,12 @@ _HEARTBEAT_MS: Final = 1000
 _HEARTBEAT_TIMEOUT_MS: Final = 4000
 _READS_PER_TURN: Final = 64
 
+# Plain numbers: pyzmq's own flags are enums, whose every operation costs as much as handing over a frame.
+_NOW: Final = int(zmq.DONTWAIT)
+_NOW_AND_MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
+_READABLE: Final = int(zmq.POLLIN)
+_WRITABLE: Final = int(zmq.POLLOUT)
+
 OnFrames = Callable[[list[bytes]], None]
 
 
@@ -90,7 +96,7 @@ class Channel:
         if self._closed:
             raise PeerUnreachable("this end is closed")
         try:
-            self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
+            _send(self._socket, frames)
         except zmq.Again as error:
             raise PeerUnreachable("no live connection, or its queue is full") from error
         except zmq.ZMQError as error:
@@ -136,35 +142,49 @@ class Channel:
             self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
+        """Hand over what has come. Asking for the events takes note of it, and with it the descriptor's edge."""
         self._pump_scheduled = False
         for _ in range(_READS_PER_TURN):
-            if not self._take():
-                break
-        else:
-            self._look_again()
-        if self._closed:
-            return
-        # Asking for the events takes note of what came in since the last receive, and with it the descriptor's edge.
-        events = int(self._socket.getsockopt(zmq.EVENTS))
-        if events & zmq.POLLIN:
-            self._look_again()
-        if events & zmq.POLLOUT:
-            self._send_changed.set()
+            if self._closed:
+                return
+            events = int(self._socket.getsockopt(zmq.EVENTS))
+            if events & _WRITABLE:
+                self._send_changed.set()
+            if not events & _READABLE:
+                return
+            self._take()
+        self._look_again()
 
-    def _take(self) -> bool:
-        """Hand over one message; False when there is none."""
-        if self._closed:
-            return False
+    def _take(self) -> None:
+        """Hand over one message, unless its connection broke since it was seen."""
         try:
-            frames = self._socket.recv_multipart(flags=zmq.DONTWAIT)
+            frames = _receive(self._socket)
         except zmq.Again:
-            return False
+            return
         try:
             self._on_frames(frames)
         except BaseException:
             self._look_again()  # the edge is used up: nothing else would wake the reader for what is left
             raise
-        return True
+
+
+def _send(socket: "zmq.Socket[bytes]", frames: Sequence[bytes]) -> None:
+    """All of *frames* or, with zmq.Again, none: only the first can be refused."""
+    send = socket.send
+    for frame in frames[:-1]:
+        send(frame, _NOW_AND_MORE)
+    send(frames[-1], _NOW)
+
+
+def _receive(socket: "zmq.Socket[bytes]") -> list[bytes]:
+    """The message that is there; raises zmq.Again when there is none."""
+    receive = socket.recv
+    frames = []
+    while True:
+        frame = receive(_NOW, copy=False)
+        frames.append(frame.bytes)
+        if not frame.more:
+            return frames
 
 
 def _socket(kind: int) -> "zmq.Socket[bytes]":
@@ -247,7 +267,7 @@ class Publisher:
         self._file = SocketFile(self._socket)
 
     def publish(self, frames: Sequence[bytes]) -> None:
-        self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
+        _send(self._socket, frames)
 
     def close(self) -> None:
         self._socket.close(linger=LINGER_MS)

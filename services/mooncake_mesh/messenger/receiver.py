@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.landing import Destination, Landing, LandingState, SliceSpan
 from mooncake_mesh.messenger.transports.api import Incoming, LinkLost
+from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_mesh.messenger.transports.shm import Copy, SourceArenas, copy_in
 from mooncake_proto.ids import TransferId
 from mooncake_proto.rdma import RdmaMemory
@@ -45,7 +45,7 @@ class _Opened:
 
 
 class Receiver:
-    """All transfers on their way in. Everything runs on the event loop, copies on *threads*."""
+    """All transfers on their way in. Everything runs on the event loop, copies on *crew*."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Receiver:
         arena: memoryview,
         me: ArenaInfo,
         sources: SourceArenas,
-        threads: ThreadPoolExecutor,
+        crew: Crew,
         *,
         transport: TransportKind,
         data_host: str,
@@ -65,7 +65,7 @@ class Receiver:
         self._arena = arena
         self._me = me
         self._sources = sources
-        self._threads = threads
+        self._crew = crew
         self._transport = transport
         self.data_host = data_host
         self._rdma = rdma
@@ -155,7 +155,7 @@ class Receiver:
     async def _fetch(self, copies: Sequence[Copy], source: BorrowedArena | RdmaMemory) -> None:
         """Returns, also when cancelled, only after the last byte was written."""
         if isinstance(source, BorrowedArena):
-            await copy_in(copies, source, self._arena, self._threads)
+            await copy_in(copies, source, self._arena, self._crew)
         else:
             assert self._rdma is not None, "chosen for this transfer"
             await self._rdma.read_in(copies, source)

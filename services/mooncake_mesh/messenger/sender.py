@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Final
 
@@ -14,6 +14,7 @@ from mooncake_mesh.errors import MeshError, MooncakeError, SliceLost, TransferEr
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.sending import Outbound, OutgoingSlice
 from mooncake_mesh.messenger.transports.api import SealedSlice, SendPath, checksum
+from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
 from mooncake_mesh.messenger.transports.shm import ShmSendPath
 from mooncake_mesh.messenger.transports.tcp import tcp_connections
@@ -50,7 +51,7 @@ class Sender:
         me: ArenaInfo,
         peers: Phonebook,
         tasks: asyncio.TaskGroup,
-        threads: ThreadPoolExecutor,
+        crew: Crew,
         *,
         transport: TransportKind,
         checksums: ChecksumKind,
@@ -61,7 +62,7 @@ class Sender:
         self._me = me
         self._peers = peers
         self._tasks = tasks
-        self._threads = threads
+        self._crew = crew
         self._offered = ("shm", "tcp") if transport is TransportKind.AUTO else (transport.value,)
         self._checksums = checksums
         self._tcp_connections = tcp_connections
@@ -182,7 +183,7 @@ class Sender:
             return [SealedSlice(piece=piece, checksum=None) for piece in batch]
         if sum(piece.size_bytes for piece in batch) <= _INLINE_BYTES:
             return self._with_checksums(batch)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._with_checksums, batch)
+        return await self._crew.run(partial(self._with_checksums, batch))
 
     def _with_checksums(self, batch: Sequence[OutgoingSlice]) -> list[SealedSlice]:
         return [

@@ -12,7 +12,6 @@ TCP    other messengers        slices, where the transport is tcp
 
 import asyncio
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -37,6 +36,7 @@ from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.ssd import NodeSsd
 from mooncake_mesh.messenger.store.records import Namespace
+from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_mesh.messenger.transports.shm import SourceArenas
 from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
 from mooncake_proto.control import Load, Member, Ok, Ping, Pong, Role
@@ -82,7 +82,7 @@ class MessengerService:
         self._incarnation = new_incarnation()
         self._arena = Arena.create(config.arena_bytes)
         self._holder = Holder(instance_id=InstanceId(config.instance_id), incarnation=self._incarnation)
-        self._threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="copy")
+        self._crew = Crew(_COPY_THREADS)
         self._sources = SourceArenas(self._holder)
         self._peers = Phonebook()
         self._conductor = RpcClient(config.conductor)
@@ -155,7 +155,7 @@ class MessengerService:
             self._rdma.close()
         self._peers.close()
         self._conductor.close()
-        self._threads.shutdown()
+        self._crew.close()
         await self._ssd.close()
         self._sources.close()
 
@@ -220,7 +220,7 @@ class MessengerService:
             view,
             info,
             self._sources,
-            self._threads,
+            self._crew,
             transport=config.transport,
             data_host=config.data_host,
             rdma=self._rdma,
@@ -233,7 +233,7 @@ class MessengerService:
             info,
             self._peers,
             self._tasks,
-            self._threads,
+            self._crew,
             transport=config.transport,
             checksums=config.checksum,
             tcp_connections=config.tcp_connections,
@@ -254,7 +254,7 @@ class MessengerService:
             self._config.rdma,
             self._arena.view,
             self._peers,
-            self._threads,
+            self._crew,
             incarnation=self._incarnation,
             endpoint=self._server.endpoint,
         )

@@ -3,8 +3,8 @@
 All of them refuse what is not expected to get its first token within the objective. They differ in when and how they
 look at decoding:
 
-``baseline``    not at arrival: the decode instance finds out when the KV is there (:func:`decode_refusal`), and
-                what was computed by then is lost.
+``baseline``    not at arrival: the decode instance finds out when the KV is there, and what was computed by then is
+                lost. (It looks again under all of them: :mod:`~mooncake_mesh.policy.decode_gate`.)
 ``early``       at arrival, at the load as it is now. Load that is still being computed is overlooked, so prefill and
                 decode take turns at being full.
 ``predictive``  at arrival, at the mean load expected for the moment of the first token, if every request is decoded
@@ -15,7 +15,8 @@ look at decoding:
 Times of a refusal come from the same forecasts.
 """
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Final
 
 from mooncake_mesh.config_scheduling import AdmissionKind
@@ -29,6 +30,7 @@ from mooncake_mesh.policy.forecast import (
     kv_in_progress_tokens,
 )
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
+from mooncake_proto.ids import InstanceId
 
 TBT_SHARE: Final = 0.97
 """Part of the TBT objective that planned steps may take."""
@@ -93,13 +95,32 @@ def early_refusal(
 def decode_refusal(
     request: RequestShape, instance: InstanceView, cost: CostModel, objectives: Objectives, decode_s: float
 ) -> Refused | None:
-    """The check of ``baseline`` when the KV has come to *instance*: is there room for it now, and time in a step?"""
+    """Is there room for *request* on *instance* now, and time in a step?"""
     load = (
         decoding_now(instance)
         .with_added(1, request.prompt_tokens)
         .load(cost, block_tokens=request.block_tokens, tbt_s=objectives.tbt_s)
     )
     return _overloaded("tbt_objective", load, decode_s)
+
+
+def elsewhere(
+    request: RequestShape,
+    cluster: ClusterView,
+    refused_by: Collection[InstanceId],
+    cost: CostModel,
+    objectives: Objectives,
+    decode_s: float,
+) -> ClusterView | Refused:
+    """*cluster* for a request that some decode instances had no place for when its KV was there: of the others, only
+    those that could take it now, as another refusal would cost another prefill."""
+    able = [
+        instance
+        for instance in cluster.decode
+        if instance.instance_id not in refused_by
+        and decode_refusal(request, instance, cost, objectives, decode_s) is None
+    ]
+    return replace(cluster, decode=able) if able else contended("tbt_objective")
 
 
 def wip_limit(cluster: ClusterView, admission: Admission) -> float:

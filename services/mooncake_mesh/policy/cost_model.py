@@ -6,14 +6,18 @@ from typing import Protocol
 from mooncake_mesh.policy.views import InstanceView
 
 
-class CostModel(Protocol):
-    """Predictions for one kind of instance. Pure: equal arguments give equal answers, all of them ≥ 0."""
-
-    def prefill_s(self, uncached_tokens: int, cached_tokens: int) -> float:
-        """To compute *uncached_tokens* behind a prefix of *cached_tokens* that is in local memory."""
+class StepCost(Protocol):
+    """Predictions of decode steps. Pure: equal arguments give equal answers, all of them ≥ 0."""
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
         """One iteration of *batch* sequences that have *context_tokens* tokens of KV in all."""
+
+
+class CostModel(StepCost, Protocol):
+    """Predictions for one kind of instance. Pure, as those of steps are."""
+
+    def prefill_s(self, uncached_tokens: int, cached_tokens: int) -> float:
+        """To compute *uncached_tokens* behind a prefix of *cached_tokens* that is in local memory."""
 
     def transfer_s(self, n_bytes: int) -> float:
         """To copy *n_bytes* of KV from one node to another."""

@@ -6,7 +6,7 @@ Load is a ratio: 1 means that the KV fills the blocks, or that a step takes as l
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mooncake_mesh.policy.cost_model import CostModel
+from mooncake_mesh.policy.cost_model import CostModel, StepCost
 from mooncake_mesh.policy.views import ClusterView, InstanceView, QueuedPrompt
 from mooncake_proto.ids import NodeId
 
@@ -23,12 +23,20 @@ class BatchForecast:
         return BatchForecast(instance=self.instance, jobs=self.jobs + jobs, tokens=self.tokens + tokens)
 
     def load(self, cost: CostModel, *, block_tokens: int, tbt_s: float | None) -> float:
-        """KV over capacity or step over *tbt_s*, whichever is more."""
-        filled = self.tokens / max(1, self.instance.blocks_total * block_tokens)
-        if tbt_s is None:
-            return filled
-        step_s = self.instance.factor * cost.decode_step_s(round(self.jobs), round(self.tokens))
-        return max(filled, step_s / tbt_s)
+        """As :func:`batch_load`."""
+        instance = self.instance
+        room_tokens = instance.blocks_total * block_tokens
+        return batch_load(self.jobs, self.tokens, cost, room_tokens=room_tokens, tbt_s=tbt_s, factor=instance.factor)
+
+
+def batch_load(
+    jobs: float, tokens: float, cost: StepCost, *, room_tokens: int, tbt_s: float | None, factor: float = 1.0
+) -> float:
+    """KV over what fits or step over *tbt_s*, whichever is more. *factor* is how much slower than *cost* steps are."""
+    filled = tokens / max(1, room_tokens)
+    if tbt_s is None:
+        return filled
+    return max(filled, factor * cost.decode_step_s(round(jobs), round(tokens)) / tbt_s)
 
 
 def decoding_now(instance: InstanceView) -> BatchForecast:
@@ -78,7 +86,7 @@ def kv_limit_tokens(cost: CostModel, *, factor: float, tbt_s: float, room_tokens
     if step_s(room_tokens) <= tbt_s:
         return max(1, room_tokens)
     low, high = 0, room_tokens
-    while high - low > max(1, room_tokens >> 10):
+    while high - low > max(1, low >> 7):  # a large arena may hold a thousand times what a step has time for
         middle = (low + high) // 2
         low, high = (middle, high) if step_s(middle) <= tbt_s else (low, middle)
     return max(1, low)

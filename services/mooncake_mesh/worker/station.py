@@ -10,7 +10,7 @@ import structlog
 from mooncake_mesh.config import DecodeConfig, PrefillConfig
 from mooncake_mesh.engine.api import Engine
 from mooncake_mesh.engine.factory import make_engine
-from mooncake_mesh.errors import Draining, MeshError, MooncakeError, PeerUnreachable
+from mooncake_mesh.errors import Draining, MeshError, MooncakeError, PeerUnreachable, Rejected
 from mooncake_mesh.mesh.arena import Holder
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.node_arena import NodeArena
@@ -117,6 +117,7 @@ class Station:
             code=error.code,
             message=str(error)[:500],
             retryable=error.retryable,
+            retry_after_s=error.retry_after_s if isinstance(error, Rejected) else None,
         )
         try:
             self.peers.get(stream_endpoint).post(failed)

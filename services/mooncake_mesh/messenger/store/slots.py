@@ -100,9 +100,12 @@ class SlotTable:
             self._next_seq = max(self._next_seq, record.seq + 1)
 
     def verified(self, slot: int) -> None:
-        """The bytes of a PENDING slot are what its record says; it counts as unused for longer than all others."""
+        """The bytes of a PENDING slot are what its record says; it counts as unused for longer than all others.
+
+        A block that is here already, or on its way into another slot, needs no second one.
+        """
         record = self._found_record(slot)
-        if record.key in self._held:
+        if record.key in self._held or record.key in self._writing:
             self.torn(slot)
             return
         self._hold(slot, record)

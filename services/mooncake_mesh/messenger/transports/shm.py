@@ -8,8 +8,8 @@ taken after the copy, over the receiver's bytes: it covers the copy itself and a
 import asyncio
 from bisect import bisect_left
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Final
 
@@ -21,11 +21,14 @@ from mooncake_mesh.mesh.arena import BorrowedArena, Holder, borrow_to_read
 from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_mesh.messenger.landing import Destination
 from mooncake_mesh.messenger.transports.api import SealedSlice, checksum
+from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_proto.ids import Incarnation, TransferId
 from mooncake_proto.transfer import ArenaInfo, OfferedSlice, SliceAck, SliceOffer
 
 log = structlog.get_logger(__name__)
 
+_AT_ONCE_BYTES: Final = 64 << 10
+"""Copied sooner than a thread has woken up."""
 _TWO_THREADS_BYTES: Final = 512 << 10
 
 
@@ -103,16 +106,16 @@ class Copy:
     checksum: int | None
 
 
-async def copy_in(
-    copies: Sequence[Copy], source: BorrowedArena, arena: memoryview, threads: ThreadPoolExecutor
-) -> None:
+async def copy_in(copies: Sequence[Copy], source: BorrowedArena, arena: memoryview, crew: Crew) -> None:
     """Copy all of *copies* on threads. Raises SliceLost for an offset outside the source, or ChecksumMismatch.
 
     Returns, also when cancelled, only after the last byte was written.
     """
+    if sum(copy.destination.size_bytes for copy in copies) <= _AT_ONCE_BYTES:
+        _copy_all(copies, source.arena.view, arena)
+        return
     source.in_use += 1
-    loop = asyncio.get_running_loop()
-    works = [loop.run_in_executor(threads, _copy_all, part, source.arena.view, arena) for part in _shares(copies)]
+    works = [crew.run(partial(_copy_all, part, source.arena.view, arena)) for part in _shares(copies)]
     cancelled: asyncio.CancelledError | None = None
     while not all(work.done() for work in works):
         try:

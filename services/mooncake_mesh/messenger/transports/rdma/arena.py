@@ -4,15 +4,15 @@ As with shared memory, the receiver fetches what the sender offers, so that an a
 the arena is registered for remote reading only.
 """
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.errors import ChecksumMismatch, SliceLost
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.transports.api import checksum
+from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_mesh.messenger.transports.rdma.batch import Piece, joined
 from mooncake_mesh.messenger.transports.rdma.engine import RdmaEngine
 from mooncake_mesh.messenger.transports.shm import Copy
@@ -33,14 +33,14 @@ class RdmaArena:
         config: RdmaConfig,
         view: memoryview,
         peers: Phonebook,
-        threads: ThreadPoolExecutor,
+        crew: Crew,
         *,
         incarnation: Incarnation,
         endpoint: str,
     ) -> None:
         self._view = view
         self._peers = peers
-        self._threads = threads
+        self._crew = crew
         self.engine = RdmaEngine(config, engine_id=incarnation, connect=self._connect)
         self._local = self.engine.register(view)
         self.memory: RdmaMemory = self._local.describe(incarnation, endpoint)
@@ -64,7 +64,7 @@ class RdmaArena:
             for copy in copies
         ]
         await self.engine.read(self._local, source, joined(pieces))
-        await asyncio.get_running_loop().run_in_executor(self._threads, _verify, copies, self._view)
+        await self._crew.run(partial(_verify, copies, self._view))
 
     def close(self) -> None:
         self.engine.close()

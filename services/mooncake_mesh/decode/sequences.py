@@ -1,0 +1,117 @@
+"""The sequences of a decode instance, and what its core says of them: values of decode/core.py."""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake_mesh.errors import MooncakeError
+from mooncake_mesh.policy.decisions import Refused
+from mooncake_proto.ids import BlockKey
+from mooncake_proto.serving import DecodeJob, FinishReason
+
+
+class SequenceStage(enum.Enum):
+    WAITING = "waiting"
+    READY = "ready"
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+MOVES: Final = frozenset(
+    {
+        (SequenceStage.WAITING, SequenceStage.READY),
+        (SequenceStage.READY, SequenceStage.RUNNING),
+        (SequenceStage.RUNNING, SequenceStage.FINISHED),
+        (SequenceStage.WAITING, SequenceStage.STOPPED),
+        (SequenceStage.READY, SequenceStage.STOPPED),
+        (SequenceStage.RUNNING, SequenceStage.STOPPED),
+    }
+)
+
+
+ACTIVE: Final = frozenset({SequenceStage.READY, SequenceStage.RUNNING})
+
+
+class QueueFull(enum.Enum):
+    """The answer to one job too many."""
+
+    QUEUE_FULL = "queue_full"
+
+
+@dataclass(slots=True)
+class DecodeSequence:
+    """One job. ``tokens[:length]`` are prompt and drawn tokens; the KV of all but the last one is valid in ``blocks``.
+
+    ``drawn`` counts drawn tokens over all jobs of the request. ``stop`` says why the sequence should end early.
+    """
+
+    job: DecodeJob
+    prompt_tokens: int
+    tokens: npt.NDArray[np.int32]
+    length: int
+    drawn: int
+    admitted_s: float
+    is_granted: bool
+    last_key: BlockKey
+    sealed_blocks: int
+    stage: SequenceStage = SequenceStage.WAITING
+    blocks: list[int] = field(default_factory=list)
+    is_landed: bool = False
+    has_first_token: bool = False
+    is_growing: bool = False
+    stop: MooncakeError | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.stage in (SequenceStage.FINISHED, SequenceStage.STOPPED)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is not to be decoded yet: its KV, its first token or a grant is still to come."""
+        return self.stage is SequenceStage.WAITING or (self.stage is SequenceStage.READY and not self.is_granted)
+
+    @property
+    def decoded(self) -> int:
+        """Tokens drawn here: the first one came from prefill."""
+        return max(0, self.length - self.prompt_tokens - 1)
+
+    def left_s(self, now_s: float) -> float | None:
+        """Until its first token is due; None when that is not said."""
+        within_s = self.job.first_token_within_s
+        return None if within_s is None else self.admitted_s + within_s - now_s
+
+    @property
+    def position(self) -> int:
+        """Where the token fed next stands, and its KV will lie."""
+        return self.length - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewToken:
+    """What one step brought for one sequence. ``position`` counts the tokens drawn before it."""
+
+    sequence: DecodeSequence
+    position: int
+    token: int
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateVerdicts:
+    """Sequences that may be decoded from now on, and those that must be stopped, with the reason."""
+
+    granted: tuple[DecodeSequence, ...] = ()
+    refused: tuple[tuple[DecodeSequence, Refused], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeBlocks:
+    """Blocks ``first_block`` onwards of a sequence are whole now; their keys."""
+
+    sequence: DecodeSequence
+    first_block: int
+    keys: tuple[BlockKey, ...]

@@ -1,0 +1,162 @@
+"""When a computed prompt begins to be decoded: the second decision of every admission strategy, where the KV is.
+
+Until it is granted nobody is shown the first token, so that a refusal is a refusal (429) and a wait counts as time to
+the first token, not as time between tokens.
+
+``check``   decided when KV and first token are there: granted if the batch with it stays within the TBT objective and
+            the room there is, refused otherwise. What was computed is lost.
+``hold``    held until a step with it takes at most its share of the objective; in order of arrival, so that nobody is
+            passed for ever. Refused when the wait is expected to outlast the time that is left to the first token.
+
+Under both a prompt waits for blocks and for a place in the batch, and is refused if it has none when its first token is
+due.
+
+Pure functions of values. An empty batch takes whoever is first: who does not fit alone never will.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from mooncake_mesh.config_scheduling import AdmissionKind
+from mooncake_mesh.policy.admission import TBT_SHARE, Admission
+from mooncake_mesh.policy.cost_model import CostModel, StepCost
+from mooncake_mesh.policy.decisions import Refused, contended
+from mooncake_mesh.policy.forecast import batch_load, freed_after_s
+from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives
+from mooncake_proto.serving import DecodeGate, GateKind
+
+
+class Verdict(enum.Enum):
+    GRANTED = "granted"
+    HELD = "held"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What an instance decodes, with all that it has granted; at most ``max_jobs`` at a time."""
+
+    jobs: int
+    tokens: int
+    max_jobs: int
+
+    def with_added(self, tokens: int) -> "Batch":
+        return Batch(jobs=self.jobs + 1, tokens=self.tokens + tokens, max_jobs=self.max_jobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A computed prompt: its tokens, the first one drawn among them, its gate, and what is left of the time to its
+    first token. None: it may wait."""
+
+    tokens: int
+    gate: DecodeGate
+    left_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearStep:
+    """Step times as a gate tells them."""
+
+    base_s: float
+    sequence_s: float
+    token_s: float
+
+    @classmethod
+    def of(cls, gate: DecodeGate) -> "LinearStep":
+        return cls(base_s=gate.step_base_s, sequence_s=gate.step_sequence_s, token_s=gate.step_token_s)
+
+    def decode_step_s(self, batch: int, context_tokens: int) -> float:
+        return self.base_s + batch * self.sequence_s + context_tokens * self.token_s
+
+
+def verdicts(batch: Batch, waiting: Sequence[Candidate], cost: StepCost | None = None) -> list[Verdict | Refused]:
+    """What becomes of each of *waiting*, whose KV is there, oldest first. *cost* None: as their gates say.
+
+    Those that are granted are in the batch for all that come after them; those that are held, for the ones that are
+    held behind them.
+    """
+    found: list[Verdict | Refused] = []
+    ahead = batch
+    for candidate in waiting:
+        steps = LinearStep.of(candidate.gate) if cost is None else cost
+        if candidate.gate.kind is GateKind.CHECK:
+            verdict = _checked(batch, candidate, steps)
+        else:
+            verdict = _held(ahead, candidate, steps)
+        found.append(verdict)
+        if verdict is Verdict.GRANTED:
+            batch = batch.with_added(candidate.tokens)
+        if not isinstance(verdict, Refused):
+            ahead = ahead.with_added(candidate.tokens)
+    return found
+
+
+def overdue(left_s: float | None) -> Refused | None:
+    """The refusal of a prompt that is computed, but whose KV has not come, or found no room, in the time it had."""
+    return contended(TTFT_OBJECTIVE) if _is_due(left_s) else None
+
+
+def gate_for(
+    instance: InstanceView,
+    cluster: ClusterView,
+    cost: CostModel,
+    objectives: Objectives,
+    admission: Admission,
+    *,
+    block_tokens: int,
+) -> DecodeGate | None:
+    """What *instance* needs to know to decide by itself; None without an objective for the time between tokens.
+
+    Exact for step times that are linear in sequences and KV, as all fitted ones are.
+    """
+    if objectives.tbt_s is None:
+        return None
+    room_tokens = max(1, instance.blocks_total * block_tokens)
+    base_s = cost.decode_step_s(0, 0)
+    return DecodeGate(
+        kind=GateKind.HOLD if admission.kind is AdmissionKind.HOLD else GateKind.CHECK,
+        tbt_s=objectives.tbt_s,
+        ttft_s=objectives.ttft_s,
+        step_base_s=instance.factor * base_s,
+        step_sequence_s=instance.factor * max(0.0, cost.decode_step_s(1, 0) - base_s),
+        step_token_s=instance.factor * max(0.0, cost.decode_step_s(0, room_tokens) - base_s) / room_tokens,
+        room_tokens=room_tokens,
+        decode_s=admission.decode_time_s(cluster),
+    )
+
+
+def _checked(batch: Batch, candidate: Candidate, steps: StepCost) -> Verdict | Refused:
+    if batch.jobs == 0:
+        return Verdict.GRANTED
+    gate, after = candidate.gate, batch.with_added(candidate.tokens)
+    if after.jobs > batch.max_jobs:
+        return contended(DECODE_BATCH_FULL) if _is_due(candidate.left_s) else Verdict.HELD
+    load = batch_load(after.jobs, after.tokens, steps, room_tokens=gate.room_tokens, tbt_s=gate.tbt_s)
+    if load <= 1.0:
+        return Verdict.GRANTED
+    return contended(TBT_OBJECTIVE, after_s=freed_after_s(load - 1.0, load, gate.decode_s))
+
+
+def _is_due(left_s: float | None) -> bool:
+    return left_s is not None and left_s <= 0
+
+
+def _held(ahead: Batch, candidate: Candidate, steps: StepCost) -> Verdict | Refused:
+    """*ahead* holds those that wait before it as well: they are served first."""
+    gate, after = candidate.gate, ahead.with_added(candidate.tokens)
+    tbt_s = gate.tbt_s * TBT_SHARE
+    load = batch_load(after.jobs, after.tokens, steps, room_tokens=gate.room_tokens, tbt_s=tbt_s)
+    load = max(load, after.jobs / ahead.max_jobs)
+    if load <= 1.0 or ahead.jobs == 0:
+        return Verdict.GRANTED
+    wait_s = freed_after_s(load - 1.0, load, gate.decode_s)
+    if candidate.left_s is None or wait_s <= candidate.left_s:
+        return Verdict.HELD
+    return contended(TTFT_OBJECTIVE, after_s=wait_s - max(0.0, candidate.left_s))
+
+
+TBT_OBJECTIVE: Final = "tbt_objective_at_decode"
+TTFT_OBJECTIVE: Final = "ttft_objective_at_decode"
+DECODE_BATCH_FULL: Final = "decode_batch_full_at_decode"

@@ -1,0 +1,103 @@
+"""In which order an instance computes the prompts that wait for it.
+
+A prompt that comes is put in from the tail: it overtakes one waiting prompt after the other until it meets one that it
+may not overtake, and stays behind that. Nobody is ever moved otherwise, so each step is a rule about two prompts:
+
+1. *Priority.* A more urgent one overtakes, whatever that costs the other; a less urgent one never does. Waiting counts:
+   whoever has waited ``aging_s`` per step of priority between them is not overtaken any more.
+2. *Fair share.* Of two tenants with equal priority, the one that has had less of its share overtakes; see
+   :mod:`~mooncake_mesh.policy.fair_share`.
+3. *Slack* (slack-preserving insertion). Otherwise the one that is due first overtakes, where a prompt is due at
+   ``arrival + stretch × service``: a long prompt can wait longer in proportion. But only if the overtaken prompt is
+   still expected to be computed within ``safety`` of its own objective afterwards. A prompt that is too late anyway
+   loses nothing more, yet is not overtaken either: who waits in vain is refused (:func:`is_late`), not starved.
+
+With an infinite ``safety`` rule 3 is plain earliest-deadline-first over relative deadlines; with one tenant, one
+priority and no objective as well.
+
+Pure functions of values; times are seconds of one clock.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingPrompt:
+    """A prompt that has been accepted and whose computation has not begun.
+
+    ``service_s`` is how long it is expected to take once it is its turn; ``ttft_s`` its objective from arrival to first
+    token, None for none. Lower ``priority`` is more urgent. ``share_start`` orders tenants: how much service, in units
+    that only compare with each other, its tenant was due to have had when this prompt is served.
+    """
+
+    arrival_s: float
+    service_s: float
+    ttft_s: float | None = None
+    priority: int = 0
+    tenant: str = ""
+    share_start: float = 0.0
+
+    def latest_s(self, safety: float = 1.0) -> float:
+        """When its first token is due at the latest, if it may take *safety* of its objective."""
+        return inf if self.ttft_s is None else self.arrival_s + safety * self.ttft_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueRules:
+    """``stretch``: how many times its own service a prompt can wait before it is due. ``safety``: part of the TTFT
+    objective that overtaking may use up. ``aging_s``: how long a prompt waits until it counts as one step of priority
+    more urgent."""
+
+    stretch: float = 10.0
+    safety: float = 0.95
+    aging_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: must not be negative, got {getattr(self, name)}")
+
+
+DEFAULT_RULES: Final = QueueRules()
+
+
+def insertion_index(
+    new: WaitingPrompt, queue: Sequence[WaitingPrompt], *, free_s: float, rules: QueueRules = DEFAULT_RULES
+) -> int:
+    """Where in *queue*, next one first, *new* belongs: before the prompt at that index, or at the end.
+
+    *free_s* is when the instance will be done with what it computes now; the prompts then follow one another. Takes
+    time linear in the queue and changes nothing.
+    """
+    finish_s = free_s + sum(waiting.service_s for waiting in queue)
+    index = len(queue)
+    while index and _may_overtake(new, queue[index - 1], finish_s, rules):
+        finish_s -= queue[index - 1].service_s
+        index -= 1
+    return index
+
+
+def is_late(prompt: WaitingPrompt, start_s: float) -> bool:
+    """Whether *prompt* is expected to miss its objective even if its computation begins at *start_s*."""
+    return start_s + prompt.service_s > prompt.latest_s()
+
+
+def _may_overtake(new: WaitingPrompt, other: WaitingPrompt, finish_s: float, rules: QueueRules) -> bool:
+    """*finish_s* is when *other* is expected to be computed if *new* stays behind it."""
+    if new.priority != other.priority:
+        return _aged(new, rules) < _aged(other, rules) and new.priority < other.priority
+    if new.tenant != other.tenant and new.share_start != other.share_start:
+        return new.share_start < other.share_start
+    return _due_s(new, rules) < _due_s(other, rules) and finish_s + new.service_s <= other.latest_s(rules.safety)
+
+
+def _aged(prompt: WaitingPrompt, rules: QueueRules) -> float:
+    """Less is more urgent. All prompts age alike, so that the difference of two of them never changes."""
+    return prompt.arrival_s + rules.aging_s * prompt.priority
+
+
+def _due_s(prompt: WaitingPrompt, rules: QueueRules) -> float:
+    return prompt.arrival_s + rules.stretch * prompt.service_s
