@@ -14,7 +14,9 @@ from typing import Final
 
 from rich.console import Console
 
-from bench.paper_beyond import NOT_RUN, b1_sizing, b5_hold
+from bench.paper_beyond import NOT_RUN, b1_b2_sizing
+from bench.paper_cache import RunCache
+from bench.paper_overload import a8_early_rejection, b5_b6_hold
 from bench.paper_reproduction import (
     a1_prefill_time,
     a2_policy_ladder,
@@ -23,7 +25,6 @@ from bench.paper_reproduction import (
     a5_capacity,
     a6_long_context,
     a7_global_cache,
-    a8_early_rejection,
 )
 from bench.paper_runs import Bench
 from bench.report import Report
@@ -38,8 +39,8 @@ EXPERIMENTS: Final[dict[str, Callable[[Bench], None]]] = {
     "A6": a6_long_context,
     "A7": a7_global_cache,
     "A8": a8_early_rejection,
-    "B1": b1_sizing,
-    "B5": b5_hold,
+    "B1": b1_b2_sizing,
+    "B5": b5_b6_hold,
 }
 _QUICK: Final = ("A1", "A2", "A4", "A7")
 _QUICK_REQUESTS: Final = 1_000
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, metavar="N", help="the first N requests of each workload; 0: all")
     parser.add_argument("--seeds", type=int, metavar="N", help="how many seeds")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the table as Markdown")
+    parser.add_argument("--no-cache", action="store_true", help="run everything again, and keep nothing")
     Report.add_flags(parser)
     args = parser.parse_args(argv)
     requests = (_QUICK_REQUESTS if args.quick else 0) if args.requests is None else args.requests
@@ -63,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report=report,
         seeds=range(1, 1 + (args.seeds or (1 if args.quick else _SEEDS))),
         requests=requests,
-        steps=4 if args.quick else 6,
         say=console.print,
+        cache=RunCache(folder=None) if args.no_cache else RunCache.at_home(),
     )
     try:
         for id_ in args.only or (_QUICK if args.quick else EXPERIMENTS):

@@ -16,7 +16,7 @@ from bench.simulator_decode import DecodeShell, blocks_in_use
 from bench.simulator_flight import Flight
 from bench.simulator_node import INCARNATION, MODEL, SimNode
 from bench.simulator_prefill import PrefillShell
-from bench.simulator_results import LoadSample, RequestRecord, RunResult
+from bench.simulator_results import GiveUp, LoadSample, RequestRecord, RunResult
 from bench.traces import BLOCK_TOKENS, TraceRequest
 from mooncake_mesh.conductor.core import ConductorCore
 from mooncake_mesh.kv.block_hash import join_keys
@@ -29,6 +29,7 @@ from mooncake_proto.ids import InstanceId, JobId
 from mooncake_proto.serving import Rejected, Schedule
 
 _SAMPLE_S: Final = 5.0
+_SAMPLES_PER_LOOK: Final = 6
 _BATCH_SHARE: Final = 0.98
 
 
@@ -81,14 +82,20 @@ Progress = Callable[[int], None]
 
 
 def simulate(
-    requests: Sequence[TraceRequest], setup: MeshSetup, *, name: str = "", progress: Progress | None = None
+    requests: Sequence[TraceRequest],
+    setup: MeshSetup,
+    *,
+    name: str = "",
+    progress: Progress | None = None,
+    give_up: GiveUp | None = None,
 ) -> RunResult:
     """Run *requests*, in order of arrival, to the last token. Equal arguments give equal results, everywhere.
 
-    *progress* is called with the number of requests that have arrived.
+    *progress* is called with the number of requests that have arrived. With *give_up* a hopeless run ends early; what
+    has not finished by then never did.
     """
     started_s = perf_counter()
-    run = _Run(requests, setup, progress)
+    run = _Run(requests, setup, progress, give_up)
     result = run.to_the_end(name or f"{setup.prefill}P{setup.decode}D")
     result.wall_s = perf_counter() - started_s
     return result
@@ -97,10 +104,13 @@ def simulate(
 class _Run:
     """The shells, and between them what the gateway and the network do in a live mesh."""
 
-    def __init__(self, requests: Sequence[TraceRequest], setup: MeshSetup, progress: Progress | None) -> None:
+    def __init__(
+        self, requests: Sequence[TraceRequest], setup: MeshSetup, progress: Progress | None, give_up: GiveUp | None
+    ) -> None:
         self._requests = requests
         self._setup = setup
         self._progress = progress
+        self._give_up = give_up
         self._clock = VirtualClock()
         self._conductor = ConductorCore(
             incarnation=INCARNATION,
@@ -209,6 +219,10 @@ class _Run:
                 decode_share=blocks_in_use(self._decode),
             )
         )
+        give_up = self._give_up if len(self._samples) % _SAMPLES_PER_LOOK == 0 else None
+        if give_up is not None and give_up.is_hopeless(self._records, self._arrived, self._clock.now_s):
+            self._clock.stop()
+            return
         if not self._is_over:
             self._clock.at(self._clock.now_s + _SAMPLE_S, self._sample)
 

@@ -38,6 +38,10 @@ class VirtualClock:
         self._seq += 1
         heapq.heappush(self._heap, (max(time_s, self.now_s), self._seq, action))
 
+    def stop(self) -> None:
+        """Drop all that is scheduled: :meth:`run` ends with the present action."""
+        self._heap.clear()
+
     def run(self) -> None:
         """Until nothing is scheduled any more."""
         heap, pop = self._heap, heapq.heappop
