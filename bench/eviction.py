@@ -9,7 +9,7 @@ The limit is what no policy can pass: evict the block that is used again farthes
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
@@ -117,8 +117,8 @@ class ClairvoyantEviction:
                 del self._turn_of[block]
                 return block
 
-    def order(self) -> list[BlockId]:
-        return [block for _, turn, block in sorted(self._heap) if self._turn_of.get(block) == turn]
+    def order(self) -> Iterator[BlockId]:
+        return (block for _, turn, block in sorted(self._heap) if self._turn_of.get(block) == turn)
 
     def __len__(self) -> int:
         return len(self._turn_of)

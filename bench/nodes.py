@@ -44,6 +44,7 @@ class NodeKind:
     network_bytes_per_s: float
     vram_kv_tokens: int
     dram_kv_tokens: int
+    ssd_bytes_per_s: float = 3 * GB
 
     def prefill_s(self, uncached_tokens: int, cached_tokens: int) -> float:
         length = uncached_tokens + cached_tokens
@@ -58,6 +59,9 @@ class NodeKind:
 
     def transfer_s(self, n_bytes: int) -> float:
         return n_bytes / self.network_bytes_per_s
+
+    def ssd_read_s(self, n_bytes: int) -> float:
+        return n_bytes / self.ssd_bytes_per_s
 
     def mixed_step_s(self, batch: int, context_tokens: int, chunk_tokens: int, chunk_start: int) -> float:
         """One iteration of *batch* decoding sequences and *chunk_tokens* prompt tokens behind *chunk_start* others."""

@@ -10,19 +10,23 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from time import monotonic
 from typing import Final
 
 from bench.peers.environments import MOONCAKE, NIXL, NotInstalled, Peer, install
 from bench.report import Report
-from bench.transfer_child import SIZES, Question
+from bench.transfer_child import POOL_BYTES, SIZES, Question
 from bench.transfer_rig import Rig, RigFailed
 from bench.transfer_rows import BATCH, Measured, MeasuredPath, TransferReport, add_grids, judge, name_of, rdma_rows
+from mooncake_mesh.config import PagesKind
 
 _SMALLEST: Final = 4 << 10
 _QUICK_SIZES: Final = (64 << 10, 1 << 20, 4 << 20)
 _POOL_SIZES: Final = (64 << 10, 1 << 20, 4 << 20)
-_SMALL_TRANSFERS: Final = 100_000
+_SSD_SIZES: Final = (1 << 20,)
+_POOLS: Final = ("pool-auto", "pool-auto-xxh3", "pool-tcp", "pool-tcp-xxh3")
 _AT_ONCE: Final = 16
+_LEAST_ROUNDS: Final = 3
 
 _ALL_SIZES: Final = (_SMALLEST, *SIZES)
 PATHS: Final = (
@@ -30,31 +34,48 @@ PATHS: Final = (
     MeasuredPath(label="memory copy, 2 threads", rig="limits", op="memcpy-2"),
     MeasuredPath(label="process_vm_readv", rig="limits", op="readv", sizes=_ALL_SIZES),
     MeasuredPath(label="bare sockets, 2 connections", rig="limits", op="sockets", sizes=_ALL_SIZES),
+    MeasuredPath(label="memory copy, 1 thread, 2 MiB pages", rig="limits-huge", op="memcpy-1"),
+    MeasuredPath(label="process_vm_readv, 2 MiB pages", rig="limits-huge", op="readv", sizes=_ALL_SIZES),
     MeasuredPath(label="shm, hand-off", rig="links", op="handoff", sizes=_ALL_SIZES),
     MeasuredPath(label="shm, one copy", rig="links", op="shm", sizes=_ALL_SIZES),
     MeasuredPath(label="shm, one copy, checksums", rig="links", op="shm-sealed"),
     MeasuredPath(label="tcp", rig="links", op="tcp", sizes=_ALL_SIZES),
     MeasuredPath(label="tcp, checksums", rig="links", op="tcp-sealed"),
-    MeasuredPath(label="pool put, auto", rig="pool-auto", op="put", sizes=_POOL_SIZES),
-    MeasuredPath(label="pool get, auto", rig="pool-auto", op="get", sizes=_POOL_SIZES),
-    MeasuredPath(label="pool put, tcp", rig="pool-tcp", op="put", sizes=_POOL_SIZES),
-    MeasuredPath(label="pool get, tcp", rig="pool-tcp", op="get", sizes=_POOL_SIZES),
+    MeasuredPath(label="shm, one copy, 2 MiB pages", rig="links-huge", op="shm", sizes=_ALL_SIZES),
+    MeasuredPath(label="tcp, 2 MiB pages", rig="links-huge", op="tcp", sizes=_ALL_SIZES),
+    *[
+        MeasuredPath(label=f"pool {op}, {how}", rig=f"pool-{rig}", op=op, sizes=_POOL_SIZES)
+        for how, rig in (
+            ("auto", "auto"),
+            ("auto, checksums", "auto-xxh3"),
+            ("tcp", "tcp"),
+            ("tcp, checksums", "tcp-xxh3"),
+        )
+        for op in ("put", "get")
+    ],
+    MeasuredPath(label="disk, direct reads, 2 threads", rig="disk", op="disk-read", sizes=_SSD_SIZES),
+    MeasuredPath(label="pool get from SSD, auto", rig="pool-auto", op="ssd-get", sizes=_SSD_SIZES),
+    MeasuredPath(label="pool get from SSD, tcp", rig="pool-tcp", op="ssd-get", sizes=_SSD_SIZES),
     MeasuredPath(label="Mooncake engine, tcp write", rig="engine", op="write", sizes=_ALL_SIZES),
     MeasuredPath(label="Mooncake engine, tcp read", rig="engine", op="read", sizes=_ALL_SIZES),
     MeasuredPath(label="Mooncake Store, put", rig="store", op="put", sizes=_POOL_SIZES),
     MeasuredPath(label="Mooncake Store, get", rig="store", op="get", sizes=_POOL_SIZES),
+    MeasuredPath(label="Mooncake Store, get from SSD", rig="ssd", op="ssd-get", sizes=_SSD_SIZES),
     MeasuredPath(label="NIXL tcp, write", rig="nixl-tcp", op="write", sizes=_ALL_SIZES),
     MeasuredPath(label="NIXL tcp, read", rig="nixl-tcp", op="read", sizes=_ALL_SIZES),
     MeasuredPath(label="NIXL default, write", rig="nixl", op="write", sizes=_ALL_SIZES),
     MeasuredPath(label="NIXL default, read", rig="nixl", op="read", sizes=_ALL_SIZES),
 )
-PEERS: Final = ("engine", "store", "nixl-tcp", "nixl")
+PEERS: Final = ("engine", "store", "ssd", "nixl-tcp", "nixl")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.transfer", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes: under a minute without --peers")
-    parser.add_argument("--rounds", type=int, help="how often each question is put to each path")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes: a minute without --peers")
+    parser.add_argument("--seconds", type=float, help=f"rounds go on for so long, {_LEAST_ROUNDS} at least")
+    parser.add_argument(
+        "--transfers", type=int, default=10_000, help="small ones, to see what they leave behind (the aim: 100000)"
+    )
     parser.add_argument(
         "--peers", nargs="*", choices=PEERS, metavar="PEER", help=f"also these (all when none is named): {PEERS}"
     )
@@ -66,11 +87,12 @@ def main() -> None:
     with ExitStack() as running:
         rigs = _start(running, peers, report)
         paths = [path for path in PATHS if path.rig in rigs]
-        measured = _measure(rigs, paths, args.rounds or (2 if args.quick else 7), report, quick=args.quick)
+        seconds = args.seconds if args.seconds is not None else (30.0 if args.quick else 270.0)
+        measured = _measure(rigs, paths, seconds, report, quick=args.quick)
         add_grids(measured, paths, report)
         judge(measured, report)
         if "pool-auto" in rigs:
-            _judge_life(rigs["pool-auto"], report, _SMALL_TRANSFERS // (100 if args.quick else 1))
+            _judge_life(rigs["pool-auto"], report, args.transfers // (10 if args.quick else 1))
     if args.rdma:
         rdma_rows(report)
     report.finish(args)
@@ -82,7 +104,7 @@ def main() -> None:
 def _start(running: ExitStack, peers: Sequence[str], report: TransferReport) -> dict[str, Rig]:
     """All that can be started here; a note for each that cannot."""
     rigs: dict[str, Rig] = {}
-    for name in ("limits", "links", "pool-auto", "pool-tcp", *peers):
+    for name in ("limits", "limits-huge", "disk", "links", "links-huge", *_POOLS, *peers):
         try:
             rigs[name] = _rig(name)
         except (RigFailed, NotInstalled) as error:
@@ -98,11 +120,16 @@ def _close(rigs: dict[str, Rig], name: str) -> None:
 
 def _rig(name: str) -> Rig:
     match name:
+        case "disk":
+            return Rig.ours("bench.transfer_disk")
         case "limits" | "links":
-            return Rig.ours(f"bench.transfer_{name}")
-        case "pool-auto" | "pool-tcp":
-            return Rig.ours("bench.transfer_messengers", name.removeprefix("pool-"))
-        case "engine" | "store":
+            return Rig.ours(f"bench.transfer_{name}", PagesKind.SMALL.value)
+        case "limits-huge" | "links-huge":
+            return Rig.ours(f"bench.transfer_{name.removesuffix('-huge')}", PagesKind.HUGETLB.value)
+        case _ if name in _POOLS:
+            _, transport, checksum = f"{name}-none".split("-")[:3]
+            return Rig.ours("bench.transfer_messengers", transport, checksum)
+        case "engine" | "store" | "ssd":
             return _peer(MOONCAKE, f"bench.peers.mooncake_{name}", {})
         case _:
             return _peer(NIXL, "bench.peers.nixl_agents", {"UCX_TLS": "tcp"} if name == "nixl-tcp" else {}, spins=True)
@@ -117,20 +144,21 @@ def _peer(peer: Peer, module: str, variables: dict[str, str], *, spins: bool = F
 
 
 def _measure(
-    rigs: dict[str, Rig], paths: Sequence[MeasuredPath], rounds: int, report: TransferReport, *, quick: bool
+    rigs: dict[str, Rig], paths: Sequence[MeasuredPath], seconds: float, report: TransferReport, *, quick: bool
 ) -> Measured:
     """Every question to every path, round after round. A path that fails twice is left out from then on."""
     measured: Measured = defaultdict(dict)
     failures: Counter[str] = Counter()
-    answer_s = 0.05 if quick else 0.25
-    for number in range(-1, rounds):  # the first round only warms up
+    answer_s = 0.05 if quick else 0.12
+    number, ends_s = -1, monotonic() + seconds
+    while number < _LEAST_ROUNDS or monotonic() < ends_s:
         for size, batch in _questions(quick=quick):
             for path in _rotated(paths, number):
                 if size not in path.sizes or failures[path.rig] > 1:
                     continue
-                question = Question(op=path.op, size_bytes=size, batch=batch, seconds=answer_s if number >= 0 else 0.0)
+                question = Question(op=path.op, size_bytes=size, batch=batch, seconds=answer_s)
                 try:
-                    answer = rigs[path.rig].ask(question)
+                    answer = rigs[path.rig].ask(question if number >= 0 else _warming_up(question, path))
                 except RigFailed as error:
                     failures[path.rig] += 1
                     report.note(f"{path.label}: failed at {name_of(size)} x {batch}: {error}")
@@ -138,8 +166,16 @@ def _measure(
                     continue
                 if number >= 0:
                     measured[path.label, replace(question, seconds=0.0)][number] = answer
-    report.note(f"{rounds} rounds; answers of {answer_s:g} s; pools on ordinary pages, touched before")
+        number += 1
+    report.note(f"{number} rounds; answers of {answer_s:g} s; pools on ordinary pages, touched before")
     return measured
+
+
+def _warming_up(question: Question, path: MeasuredPath) -> Question:
+    """Our own receivers map a pool page by page when they first copy from it: walk over all of it."""
+    walk = min(64, POOL_BYTES // (question.size_bytes * BATCH))
+    is_ours = path.rig not in PEERS and question.batch == BATCH
+    return replace(question, seconds=0.0, least_calls=max(3, walk) if is_ours else 3)
 
 
 def _restart(rigs: dict[str, Rig], name: str, failures: Counter[str]) -> None:

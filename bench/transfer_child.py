@@ -16,7 +16,6 @@ from typing import Final
 
 POOL_BYTES: Final = 256 << 20
 SIZES: Final = (64 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20)
-_LEAST_CALLS: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +26,7 @@ class Question:
     size_bytes: int
     batch: int
     seconds: float
+    least_calls: int = 3
     most_calls: int = 20_000
 
 
@@ -98,7 +98,7 @@ class _Clock:
     def goes_on(self) -> bool:
         if self.calls >= self._question.most_calls:
             return False
-        return self.calls < _LEAST_CALLS or self._done_s < self._question.seconds
+        return self.calls < self._question.least_calls or self._done_s < self._question.seconds
 
     def took(self, seconds: float) -> None:
         self._durations.append(seconds)

@@ -1,11 +1,9 @@
 """What the machine itself can do, from Python: memory copies, bare sockets, another process's memory.
 
-Both pools are memory files on ordinary pages, as arenas are. ``python -m bench.transfer_limits``
+Both pools are memory files, as arenas are, of the pages that are named: ``python -m bench.transfer_limits PAGES``
 """
 
 import ctypes
-import mmap
-import os
 import socket
 import sys
 import threading
@@ -25,17 +23,17 @@ from bench.transfer_child import (
     start_other_end,
     timed,
 )
+from mooncake_mesh.config import PagesKind
+from mooncake_mesh.mesh.arena_memory import Arena
 
 _BUFFER_BYTES: Final = 256 << 10
 _STRIPE_BYTES: Final = 512 << 10
 _THIS: Final = "bench.transfer_limits"
 
 
-def pool() -> mmap.mmap:
-    """Touched memory of POOL_BYTES in a memory file."""
-    fd = os.memfd_create("bench-pool")
-    os.ftruncate(fd, POOL_BYTES)
-    memory = mmap.mmap(fd, POOL_BYTES)
+def pool(pages: PagesKind) -> memoryview:
+    """Touched memory of POOL_BYTES in a memory file. Raises MeshError where there are no such *pages*."""
+    memory = Arena.create(POOL_BYTES, pages).view
     np.frombuffer(memory, np.uint8)[:] = 7
     return memory
 
@@ -61,15 +59,17 @@ class Helper:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["other-end"]:
-        _be_receiver()
+    pages = PagesKind(sys.argv[1])
+    if sys.argv[2:] == ["other-end"]:
+        _be_receiver(pages)
         return
-    sockets = _Sockets()
+    sockets = _Sockets(pages)
+    memcpy = _Memcpy(pages)
     limits = {
-        "memcpy-1": _Memcpy().measure,
-        "memcpy-2": _Memcpy().measure,
+        "memcpy-1": memcpy.measure,
+        "memcpy-2": memcpy.measure,
         "sockets": sockets.measure,
-        "readv": _ReadV(sockets.other.pid, int(sockets.where["address"])).measure,
+        "readv": _ReadV(pages, sockets.other.pid, int(sockets.where["address"])).measure,
     }
     answer_all(lambda question: limits[question.op](question))
     sockets.other.communicate()
@@ -78,9 +78,9 @@ def main() -> None:
 class _Memcpy:
     """``memcpy-1`` and ``memcpy-2``: np.copyto on one and on two threads."""
 
-    def __init__(self) -> None:
-        self._source = np.frombuffer(pool(), np.uint8)
-        self._target = np.frombuffer(pool(), np.uint8)
+    def __init__(self, pages: PagesKind) -> None:
+        self._source = np.frombuffer(pool(pages), np.uint8)
+        self._target = np.frombuffer(pool(pages), np.uint8)
         self._helper = Helper()
 
     def measure(self, question: Question) -> Answer:
@@ -107,10 +107,10 @@ class _Memcpy:
 class _Sockets:
     """``sockets``: two connections, each block striped over both, a byte back for each call."""
 
-    def __init__(self) -> None:
-        self._pool = memoryview(pool())
+    def __init__(self, pages: PagesKind) -> None:
+        self._pool = pool(pages)
         self._helper = Helper()
-        self.other, self.where = start_other_end(_THIS, "other-end")
+        self.other, self.where = start_other_end(_THIS, pages.value, "other-end")
         address = ("127.0.0.1", int(self.where["port"]))
         self._connections = [socket.create_connection(address) for _ in range(2)]
         for connection in self._connections:
@@ -143,19 +143,19 @@ class _Sockets:
         return answer
 
 
-def _be_receiver() -> None:
-    memory = pool()
+def _be_receiver(pages: PagesKind) -> None:
+    memory = pool(pages)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_accept_both, args=(listener, memory), daemon=True).start()
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         be_other_end({"port": str(listener.getsockname()[1]), "address": str(address)})
 
 
-def _accept_both(listener: socket.socket, memory: mmap.mmap) -> None:
+def _accept_both(listener: socket.socket, memory: memoryview) -> None:
     for index in range(2):
         connection, _ = listener.accept()
         _tune(connection)
-        threading.Thread(target=_receive, args=(connection, index, memoryview(memory)), daemon=True).start()
+        threading.Thread(target=_receive, args=(connection, index, memory), daemon=True).start()
 
 
 def _receive(connection: socket.socket, index: int, memory: memoryview) -> None:
@@ -186,10 +186,10 @@ class _IoVec(ctypes.Structure):
 class _ReadV:
     """``readv``: process_vm_readv out of the other end's pool, one system call for each call."""
 
-    def __init__(self, pid: int, remote: int) -> None:
+    def __init__(self, pages: PagesKind, pid: int, remote: int) -> None:
         self._pid = pid
         self._remote = remote
-        self._pool = pool()
+        self._pool = pool(pages)
         self._local = ctypes.addressof(ctypes.c_char.from_buffer(self._pool))
         self._call = ctypes.CDLL(None, use_errno=True).process_vm_readv
         self._call.restype = ctypes.c_ssize_t

@@ -1,4 +1,4 @@
-"""This project's transports as a library, two processes: ``python -m bench.transfer_links``.
+"""This project's transports as a library, two processes: ``python -m bench.transfer_links PAGES``.
 
 Ops: ``tcp`` and ``shm`` (one copy), the same with ``-sealed`` (a checksum for every slice, taken in the measured time),
 and ``handoff`` (no copy; a call ends when the reader has looked at the generations and released the batch).
@@ -28,8 +28,10 @@ from bench.transfer_child import (
     start_other_end,
     timed_async,
 )
-from mooncake_mesh.mesh.arena import Arena
+from mooncake_mesh.config import PagesKind
+from mooncake_mesh.mesh.arena_memory import Arena
 from mooncake_mesh.messenger.transports.handoff import Generations, Handed, HandOffOwner, HandOffReader
+from mooncake_mesh.messenger.transports.link_auth import new_secret
 from mooncake_mesh.messenger.transports.paths import LinkPath
 from mooncake_mesh.messenger.transports.shm_link import ShmListener, shm_connections
 from mooncake_mesh.messenger.transports.tcp import tcp_connections
@@ -42,15 +44,16 @@ _SLOT_SIZES: Final = (4096, *SIZES)
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["other-end"]:
-        uvloop.run(_receive(Path(sys.argv[2])))
+    pages = PagesKind(sys.argv[1])
+    if sys.argv[2:3] == ["other-end"]:
+        uvloop.run(_receive(Path(sys.argv[3]), pages))
         return
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
-        uvloop.run(_send(Path(folder)))
+        uvloop.run(_send(Path(folder), pages))
 
 
-def touched_arena() -> Arena:
-    arena = Arena.create(POOL_BYTES)
+def touched_arena(pages: PagesKind) -> Arena:
+    arena = Arena.create(POOL_BYTES, pages)
     np.frombuffer(arena.view, np.uint8)[:] = 7
     return arena
 
@@ -58,10 +61,11 @@ def touched_arena() -> Arena:
 # --- receiving --------------------------------------------------------------------------------------------------------
 
 
-async def _receive(folder: Path) -> None:
-    memory = touched_arena().view
+async def _receive(folder: Path, pages: PagesKind) -> None:
+    memory = touched_arena(pages).view
     windows = Windows(POOL_BYTES)
-    tcp = TcpListener("127.0.0.1", 0, memory, windows)
+    secret = new_secret()
+    tcp = TcpListener("127.0.0.1", 0, memory, windows, secret=secret)
     shm = ShmListener(folder / "kv", memory, windows)
     tokens = {
         str(size): windows.open(first_byte=0, slot_bytes=size, n_slots=POOL_BYTES // size).hex() for size in _SLOT_SIZES
@@ -71,7 +75,7 @@ async def _receive(folder: Path) -> None:
         listener.listen()
         async with asyncio.TaskGroup() as tasks:
             readers = tasks.create_task(asyncio.to_thread(_take_hand_offs, listener, asyncio.get_running_loop()))
-            await asyncio.to_thread(be_other_end, {"port": str(tcp.port), **tokens})
+            await asyncio.to_thread(be_other_end, {"port": str(tcp.port), "secret": secret.hex(), **tokens})
             listener.shutdown(socket.SHUT_RDWR)
             await readers
     await tcp.close()
@@ -97,11 +101,11 @@ def _look_and_release(handed: Handed) -> None:
 # --- sending ----------------------------------------------------------------------------------------------------------
 
 
-async def _send(folder: Path) -> None:
-    arena = touched_arena()
-    other, where = start_other_end(_THIS, "other-end", str(folder))
+async def _send(folder: Path, pages: PagesKind) -> None:
+    arena = touched_arena(pages)
+    other, where = start_other_end(_THIS, pages.value, "other-end", str(folder))
     connections = {
-        "tcp": tcp_connections("127.0.0.1", int(where["port"]), _LANES),
+        "tcp": tcp_connections("127.0.0.1", int(where["port"]), bytes.fromhex(where["secret"]), _LANES),
         "shm": shm_connections(folder / "kv", arena.fd),
     }
     owners = {size: _hand_off_owner(folder, arena, size) for size in _SLOT_SIZES}

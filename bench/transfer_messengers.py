@@ -1,144 +1,107 @@
-"""Two real messengers and their pools: ``python -m bench.transfer_messengers TRANSPORT``.
+"""Two real messengers and their pools: ``python -m bench.transfer_messengers TRANSPORT CHECKSUM``.
 
 This process plays the workers of both nodes. Ops: ``put`` moves blocks that node A holds into blocks reserved on node B
 (as a prefill instance does), ``get`` lets node B fetch sealed blocks of node A (as a prefix hit elsewhere does); a call
-ends when all bytes are in B's pool, verified and, for ``get``, findable there. ``singly`` puts the blocks of a call as
-so many transfers at once. ``start`` is the life of a messenger from its process to a mapped arena of ``size_bytes``;
-``map`` is the last part of it alone, for an arena that has been touched: registration and mapping.
+ends when all bytes are in B's pool, verified where CHECKSUM is not none and, for ``get``, findable there.
+``ssd-get`` is ``get`` of blocks that A has on its SSD alone, read past the page cache. ``singly`` puts the blocks of a
+call as so many transfers at once. ``start`` is the life of a messenger from its process to a mapped arena of
+``size_bytes``; ``map`` is the last part of it alone, for an arena that has been touched: registration and mapping.
 """
 
 import asyncio
 import itertools
-import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, Final
-from uuid import uuid4
+from typing import Final
 
-import numpy as np
 import uvloop
 
 from bench.transfer_child import Answer, Question, give, read_question, ready, timed_async
-from mooncake_mesh.kv.block_hash import join_keys
-from mooncake_mesh.mesh.arena import BorrowedArena, Holder, borrow_to_write
-from mooncake_mesh.mesh.rpc import RpcClient
-from mooncake_proto.control import Ok
-from mooncake_proto.ids import BlockKey, InstanceId, JobId, TransferId, new_incarnation
-from mooncake_proto.transfer import (
-    Acquire,
-    Acquired,
-    ArenaInfo,
-    Attach,
-    FinishSend,
-    Release,
-    Seal,
-    SendReport,
-    SliceReady,
-    StartSend,
-)
+from bench.transfer_nodes import Node, fill, get, hold, put
+from mooncake_proto.ids import BlockKey, JobId
 
-_TIMEOUT_S: Final = 30.0
 _START_BLOCK_BYTES: Final = 1 << 20
 _ARENA_BYTES: Final = 256 << 20
 _LEAST_BLOCKS: Final = 64
 _MOST_BLOCKS: Final = 1024
-
-
-class Node:
-    """A messenger process and this process's hold on it."""
-
-    def __init__(self, name: str, folder: Path, transport: str, arena_bytes: int) -> None:
-        self.name = name
-        self.endpoint = f"ipc://{folder}/{name}.ipc"
-        flags = {
-            "instance-id": name,
-            "node-id": name,
-            "bind": self.endpoint,
-            "conductor": f"ipc://{folder}/conductor.ipc",
-            "run-dir": folder,
-            "arena-bytes": arena_bytes,
-            "transport": transport,
-            "log-level": "error",
-        }
-        command = [sys.executable, "-m", "mooncake_mesh", "messenger", *[f"--{k}={v}" for k, v in flags.items()]]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        self.rpc = RpcClient(self.endpoint)
-        self.arena: BorrowedArena | None = None
-        self._me = Holder(instance_id=InstanceId(f"worker-{name}"), incarnation=new_incarnation())
-
-    async def attach(self, block_bytes: int) -> None:
-        """Say how large blocks are, and map the arena."""
-        attach = Attach(instance_id=self._me.instance_id, incarnation=self._me.incarnation, block_bytes=block_bytes)
-        info = await self.rpc.call(attach, ArenaInfo, timeout_s=_TIMEOUT_S)
-        self.n_blocks, self.block_bytes = info.n_blocks, info.block_bytes
-        self.arena = await borrow_to_write(info.socket_path, self._me)
-
-    @property
-    def content(self) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        """The arena's blocks, one a row."""
-        assert self.arena is not None, "attach first"
-        size = self.n_blocks * self.block_bytes
-        return np.frombuffer(self.arena.arena.view[:size], np.uint8).reshape(self.n_blocks, self.block_bytes)
-
-    def acquire(
-        self,
-        job_id: JobId,
-        n_blocks: int,
-        *,
-        keys: bytes = b"",
-        fetch_from: str = "",
-        landing: TransferId | None = None,
-        layers: int = 0,
-    ) -> Awaitable[Acquired]:
-        n_keys = len(keys) // 16
-        request = Acquire(
-            job_id=job_id,
-            instance_id=self._me.instance_id,
-            incarnation=self._me.incarnation,
-            keys=keys,
-            n_blocks=n_blocks,
-            max_cached_blocks=n_keys,
-            fetch_from=fetch_from,
-            fetch_blocks=n_keys if fetch_from else 0,
-            landing=landing,
-            landing_blocks=n_blocks if landing else 0,
-            landing_layers=layers,
-        )
-        return self.rpc.call(request, Acquired, timeout_s=_TIMEOUT_S)
-
-    async def release(self, job_id: JobId) -> None:
-        await self.rpc.call(Release(job_id=job_id), Ok, timeout_s=_TIMEOUT_S)
-
-    def close(self) -> None:
-        if self.arena is not None:
-            self.arena.close()
-        self.rpc.close()
-        self.process.terminate()
-        self.process.wait()
+_SSD_ARENA_BYTES: Final = 128 << 20
+_ON_SSD_BYTES: Final = 512 << 20
+_FILLED_AT_ONCE: Final = 16
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
-        uvloop.run(_answer(Path(folder), sys.argv[1]))
+        uvloop.run(_Pools(Path(folder), sys.argv[1], sys.argv[2]).answer())
 
 
-async def _answer(folder: Path, transport: str) -> None:
-    nodes: dict[int, tuple[Node, Node]] = {}
-    ready()
-    try:
-        while (question := await asyncio.to_thread(read_question)) is not None:
-            size = question.size_bytes
-            if question.op in ("start", "map"):
-                give(await (_measure_start if question.op == "start" else _measure_map)(question, folder))
-                continue
-            if size not in nodes:
-                nodes[size] = await _start_pair(folder, transport, size)
-            give(await _measure(question, *nodes[size]))
-    finally:
-        for node in itertools.chain(*nodes.values()):
-            node.close()
+class _Pools:
+    """Pairs of messengers, one for each size of block, made when first asked for."""
+
+    def __init__(self, folder: Path, transport: str, checksum: str) -> None:
+        self._folder = folder
+        self._transport = transport
+        self._flags = {"checksum": checksum}
+        self._pairs: dict[int, tuple[Node, Node]] = {}
+        self._ssd_pairs: dict[int, tuple[Node, Node, list[BlockKey]]] = {}
+
+    async def answer(self) -> None:
+        ready()
+        try:
+            while (question := await asyncio.to_thread(read_question)) is not None:
+                give(await self._measure(question))
+        finally:
+            for node in itertools.chain(*self._pairs.values(), *(pair[:2] for pair in self._ssd_pairs.values())):
+                node.close()
+
+    async def _measure(self, question: Question) -> Answer:
+        match question.op:
+            case "start":
+                return await _measure_start(question, self._folder)
+            case "map":
+                return await _measure_map(question, self._folder)
+            case "ssd-get":
+                return await _measure_gets(question, *await self._ssd_pair(question.size_bytes))
+        a, b = await self._pair(question.size_bytes)
+        match question.op:
+            case "put":
+                return await _measure_puts(question, a, b)
+            case "get":
+                return await _measure_gets(question, a, b, await fill(a, a.n_blocks))
+            case _:
+                return await _measure_many_at_once(question, a, b)
+
+    async def _pair(self, block_bytes: int) -> tuple[Node, Node]:
+        """B is smaller than A, so that a walk over A's blocks finds none of them in B."""
+        if block_bytes not in self._pairs:
+            blocks_a = min(max(_ARENA_BYTES // block_bytes, _LEAST_BLOCKS), _MOST_BLOCKS)
+            a = self._node(f"a{block_bytes}", blocks_a * block_bytes)
+            b = self._node(f"b{block_bytes}", blocks_a // 2 * block_bytes)
+            self._pairs[block_bytes] = await _attached(a, b, block_bytes)
+        return self._pairs[block_bytes]
+
+    async def _ssd_pair(self, block_bytes: int) -> tuple[Node, Node, list[BlockKey]]:
+        """A with four times as many blocks on SSD as in memory, oldest first: a walk over them finds none in memory."""
+        if block_bytes not in self._ssd_pairs:
+            ssd = {"ssd-dir": self._folder / f"ssd{block_bytes}", "ssd-bytes": _ON_SSD_BYTES + _SSD_ARENA_BYTES}
+            a = self._node(f"ssd-a{block_bytes}", _SSD_ARENA_BYTES, ssd)
+            b = self._node(f"ssd-b{block_bytes}", _SSD_ARENA_BYTES // 2)
+            await _attached(a, b, block_bytes)
+            keys: list[BlockKey] = []
+            while len(keys) * block_bytes < _ON_SSD_BYTES + _SSD_ARENA_BYTES // 2:
+                keys += await fill(a, _FILLED_AT_ONCE)
+            self._ssd_pairs[block_bytes] = a, b, keys[: _ON_SSD_BYTES // block_bytes]
+        return self._ssd_pairs[block_bytes]
+
+    def _node(self, name: str, arena_bytes: int, more_flags: dict[str, object] | None = None) -> Node:
+        return Node(name, self._folder, self._transport, arena_bytes, {**self._flags, **(more_flags or {})})
+
+
+async def _attached(a: Node, b: Node, block_bytes: int) -> tuple[Node, Node]:
+    for node in (a, b):
+        await node.attach(block_bytes)
+        node.content[:] = 7  # first writes into new memory pay page faults
+    return a, b
 
 
 async def _measure_start(question: Question, folder: Path) -> Answer:
@@ -166,36 +129,6 @@ async def _measure_map(question: Question, folder: Path) -> Answer:
     return answer
 
 
-async def _start_pair(folder: Path, transport: str, block_bytes: int) -> tuple[Node, Node]:
-    """B is smaller than A, so that a walk over A's blocks finds none of them in B."""
-    blocks_a = min(max(_ARENA_BYTES // block_bytes, _LEAST_BLOCKS), _MOST_BLOCKS)
-    a = Node(f"a{block_bytes}", folder, transport, blocks_a * block_bytes)
-    b = Node(f"b{block_bytes}", folder, transport, blocks_a // 2 * block_bytes)
-    await a.attach(block_bytes)
-    await b.attach(block_bytes)
-    for node in (a, b):
-        node.content[:] = 7  # first writes into new memory pay page faults
-    return a, b
-
-
-async def _measure(question: Question, a: Node, b: Node) -> Answer:
-    if question.op == "put":
-        return await _measure_puts(question, a, b)
-    if question.op == "singly":
-
-        async def many_at_once(_: int) -> None:
-            await asyncio.gather(*[put(a, b, 1) for _ in range(question.batch)])
-
-        return await timed_async(question, many_at_once)
-    keys = await _fill(a)
-
-    async def get(call: int) -> None:
-        first = call % (len(keys) // question.batch) * question.batch
-        await _get(a, b, keys[first : first + question.batch])
-
-    return await timed_async(question, get)
-
-
 async def _measure_puts(question: Question, a: Node, b: Node) -> Answer:
     """What a put moves was computed in place before: its blocks are reserved off the clock."""
     held: list[JobId] = []
@@ -209,47 +142,19 @@ async def _measure_puts(question: Question, a: Node, b: Node) -> Answer:
     return await timed_async(question, work, reserve)
 
 
-async def put(a: Node, b: Node, n_blocks: int, held: JobId | None = None) -> None:
-    """Move *n_blocks* that a job of A holds (one is made for it otherwise) into fresh blocks of B."""
-    transfer_id = TransferId(uuid4().hex)
-    here = held or await hold(a, n_blocks)
-    there = JobId(f"land-{transfer_id}")
-    start = StartSend(
-        job_id=here, transfer_id=transfer_id, target=b.endpoint, n_blocks=n_blocks, layers=1, deadline_s=_TIMEOUT_S
-    )
-    a.rpc.post(start)
-    a.rpc.post(SliceReady(transfer_id=transfer_id, layer=0, n_layers=1, first_block=0, n_blocks=n_blocks))
-    await asyncio.gather(
-        b.acquire(there, n_blocks, landing=transfer_id, layers=1),
-        a.rpc.call(FinishSend(transfer_id=transfer_id), SendReport, timeout_s=_TIMEOUT_S),
-    )
-    b.rpc.post(Release(job_id=there))
+async def _measure_gets(question: Question, a: Node, b: Node, keys: list[BlockKey]) -> Answer:
+    async def work(call: int) -> None:
+        first = call % (len(keys) // question.batch) * question.batch
+        await get(a, b, keys[first : first + question.batch])
+
+    return await timed_async(question, work)
 
 
-async def hold(a: Node, n_blocks: int) -> JobId:
-    """A job of A with blocks to send. Sending ends it."""
-    job_id = JobId(uuid4().hex)
-    await a.acquire(job_id, n_blocks)
-    return job_id
+async def _measure_many_at_once(question: Question, a: Node, b: Node) -> Answer:
+    async def work(_: int) -> None:
+        await asyncio.gather(*[put(a, b, 1) for _ in range(question.batch)])
 
-
-async def _fill(a: Node) -> list[BlockKey]:
-    """Seal all blocks of A under fresh keys."""
-    n_blocks = a.n_blocks
-    keys = [BlockKey(uuid4().bytes) for _ in range(n_blocks)]
-    job_id = JobId(f"fill-{uuid4().hex}")
-    await a.acquire(job_id, n_blocks)
-    a.rpc.post(Seal(job_id=job_id, first_block=0, keys=join_keys(keys)))
-    await a.release(job_id)
-    return keys
-
-
-async def _get(a: Node, b: Node, keys: list[BlockKey]) -> None:
-    job_id = JobId(f"get-{uuid4().hex}")
-    got = await b.acquire(job_id, len(keys), keys=join_keys(keys), fetch_from=a.endpoint)
-    if got.cached_blocks != len(keys):
-        raise RuntimeError(f"{got.cached_blocks} of {len(keys)} blocks came")
-    b.rpc.post(Release(job_id=job_id))
+    return await timed_async(question, work)
 
 
 if __name__ == "__main__":

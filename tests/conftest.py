@@ -26,6 +26,24 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--update-golden"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For pytest-xdist with ``--dist loadgroup``: what belongs together runs in one worker, the longest groups first.
+
+    A file is a group: its tests share fixtures. So are all tests of the real model: two models at once are too much
+    for a small machine.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    groups = {
+        item: "model" if item.get_closest_marker("model") else f"{item.path.parent.name}/{item.path.stem}"
+        for item in items
+    }
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: (groups[item] != "model", "property" not in item.path.parts))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """After a module of mesh tests: no process, shared-memory name or descriptor that was not there before it.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mooncake_proto import client, control, kvcache, serving, transfer  # noqa: F401  registers every kind
 from mooncake_proto.codec import kinds
 from mooncake_proto.envelope import Envelope
-from mooncake_proto.shapes import HexKey, Natural, PackedKey, PackedKeys, PackedTokens, Positive
+from mooncake_proto.shapes import HexKey, HexSecret, Natural, PackedKey, PackedKeys, PackedTokens, Positive
 
 WIRE_INTS = st.integers(-(2**63), 2**64 - 1)
 NATURALS = st.integers(0, 2**63 - 1)
@@ -30,6 +30,7 @@ _LEAVES: dict[Any, st.SearchStrategy[Any]] = {
     PackedKeys: st.integers(0, 4).flatmap(lambda n: st.binary(min_size=16 * n, max_size=16 * n)),
     PackedKey: st.binary(min_size=16, max_size=16),
     HexKey: st.binary(min_size=16, max_size=16).map(bytes.hex),
+    HexSecret: (st.just(b"") | st.binary(min_size=32, max_size=32)).map(bytes.hex),
 }
 
 
@@ -61,6 +62,10 @@ def instances_of(cls: type) -> st.SearchStrategy[Any]:
     fields = {name: values_of(hint) for name, hint in hints.items()}
     if cls is serving.Stopping:
         fields["max_new_tokens"] = st.integers(1, 2**63 - 1)
+    if cls is serving.DecodeGate:
+        times = st.floats(0.0, 1e9)
+        fields |= dict.fromkeys(("step_base_s", "step_sequence_s", "step_token_s", "decode_s"), times)
+        fields["tbt_s"] = st.floats(1e-9, 1e9)
     return st.builds(cls, **fields)
 
 

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,30 +36,29 @@ _BUFFER_BYTES = 64 << 20
 
 def main() -> None:
     if sys.argv[1:2] == ["other-end"]:
-        store = _store(sys.argv[2], _SEGMENT_BYTES)
+        store = connected_store(sys.argv[2], _SEGMENT_BYTES)
         _touch(store)
         be_other_end({"segment": store.get_hostname()})
         return
-    port, metrics = _free_port(), _free_port()
-    master = subprocess.Popen(
-        [
-            str(Path(sys.executable).parent / "mooncake_master"),
-            f"--rpc_port={port}",
-            "--rpc_address=127.0.0.1",
-            f"--metrics_port={metrics}",
-            "--default_kv_lease_ttl=300",
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _wait_for(port)
-        other, _ = start_other_end("bench.peers.mooncake_store", "other-end", f"127.0.0.1:{port}")
-        store = _store(f"127.0.0.1:{port}", 0)
+    with running_master() as address:
+        other, _ = start_other_end("bench.peers.mooncake_store", "other-end", address)
+        store = connected_store(address, 0)
         pool = np.full(POOL_BYTES, 7, np.uint8)
-        _check(store.register_buffer(pool.ctypes.data, POOL_BYTES))
+        check(store.register_buffer(pool.ctypes.data, POOL_BYTES))
         answer_all(_Client(store, pool.ctypes.data).measure)
         other.communicate()
+
+
+@contextmanager
+def running_master(*flags: str) -> Iterator[str]:
+    """A master process; its address."""
+    port, metrics = _free_port(), _free_port()
+    program = str(Path(sys.executable).parent / "mooncake_master")
+    ours = [f"--rpc_port={port}", "--rpc_address=127.0.0.1", f"--metrics_port={metrics}", "--default_kv_lease_ttl=300"]
+    master = subprocess.Popen([program, *ours, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for(port)
+        yield f"127.0.0.1:{port}"
     finally:
         master.kill()
         master.wait()
@@ -85,20 +86,20 @@ class _Client:
         places, size = offsets(question, call), question.size_bytes
         keys = [f"k{next(self._numbers)}" for _ in places]
         if len(places) == 1:
-            _check(self._store.put_from(keys[0], self._local + places[0], size))
+            check(self._store.put_from(keys[0], self._local + places[0], size))
         else:
             for code in self._store.batch_put_from(keys, [self._local + p for p in places], [size] * len(places)):
-                _check(code)
+                check(code)
         return keys
 
     def _get(self, question: Question, call: int, kept: list[str]) -> None:
         places, size = offsets(question, call), question.size_bytes
         keys = [kept[(call * question.batch + i) % len(kept)] for i in range(len(places))]
         if len(places) == 1:
-            _check(self._store.get_into(keys[0], self._local + places[0], size), size)
+            check(self._store.get_into(keys[0], self._local + places[0], size), size)
         else:
             for code in self._store.batch_get_into(keys, [self._local + p for p in places], [size] * len(places)):
-                _check(code, size)
+                check(code, size)
 
     def _put_in_stretches(self, question: Question, calls_kept: int) -> Answer:
         """Measure until the segment is full, empty it off the clock, go on."""
@@ -123,22 +124,24 @@ class _Client:
         self._store.remove_all(True)
 
 
-def _store(master: str, segment_bytes: int) -> Any:
+def connected_store(master: str, segment_bytes: int, *, ssd_dir: str = "") -> Any:
+    """A client of *master* that lends it *segment_bytes*, and the disk below *ssd_dir* where one is given."""
     store = MooncakeDistributedStore()
-    _check(store.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, _BUFFER_BYTES, "tcp", "", master))
+    disk = {"enable_ssd_offload": True, "ssd_offload_path": ssd_dir} if ssd_dir else {}
+    check(store.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, _BUFFER_BYTES, "tcp", "", master, **disk))
     return store
 
 
 def _touch(store: Any) -> None:
     """First puts into untouched memory pay page faults; nobody's steady state does."""
     block = np.full(16 << 20, 7, np.uint8)
-    _check(store.register_buffer(block.ctypes.data, block.nbytes))
+    check(store.register_buffer(block.ctypes.data, block.nbytes))
     for number in range(_SEGMENT_BYTES // block.nbytes - 4):
         store.put_from(f"touch{number}", block.ctypes.data, block.nbytes)
     store.remove_all(True)
 
 
-def _check(code: int, expected: int = 0) -> None:
+def check(code: int, expected: int = 0) -> None:
     if code != expected:
         raise RuntimeError(f"the store answered {code}")
 

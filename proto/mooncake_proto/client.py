@@ -2,11 +2,12 @@
 
 A client sends Generate with a message id of its own and gets any number of GenerationDelta, then exactly one
 GenerationEnd or Failure, all with that id in ``re``. The request itself is the JSON object that the HTTP
-endpoint of the same name takes, so one validation serves both doors.
+endpoint of the same name takes, so one validation serves both doors. Where the gateway asks for API keys, everything
+but HealthQuery shows one in ``api_key`` and is answered by Failure (``invalid_api_key``) otherwise.
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mooncake_proto.codec import message
 
@@ -23,6 +24,7 @@ class Generate:
 
     operation: Operation
     request: bytes
+    api_key: str = field(default="", repr=False)
 
 
 @message("client.cancel")
@@ -31,6 +33,7 @@ class Cancel:
     """Cancel the Generate that was sent with message id ``target``. Answered by Ok; an unknown id is fine."""
 
     target: str
+    api_key: str = field(default="", repr=False)
 
 
 @message("client.delta")
@@ -53,6 +56,8 @@ class GenerationEnd:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsQuery:
     """Answered by Models."""
+
+    api_key: str = field(default="", repr=False)
 
 
 @message("client.models")

@@ -6,7 +6,7 @@ on every change and once a second, so that everybody learns of deaths and restar
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mooncake_proto.codec import message
 from mooncake_proto.ids import Incarnation, InstanceId, MessageId, NodeId
@@ -59,7 +59,9 @@ class Member:
 class Load:
     """What an instance reports with each beat; fields that do not apply to a role stay 0.
 
-    ``ssd_blocks`` of ``ssd_slots`` are held on SSD; ``ssd_faults`` counts what the disk lost or refused.
+    Messenger: ``tenants`` are the blocks in use of the tenants that have most. ``ssd_blocks`` of ``ssd_slots`` are held
+    on SSD, which is read at ``ssd_bytes_per_s`` of late (0: not known); ``ssd_faults`` counts what it lost or refused.
+    ``pages`` says what its arena is made of: hugetlb, transparent or small.
 
     Prefill: ``queued_prompts`` are the (uncached, cached) tokens of every job not computed yet, oldest first; the
     first has been computed for ``prefill_elapsed_s``.
@@ -83,8 +85,11 @@ class Load:
     ssd_blocks: Natural = 0
     ssd_slots: Natural = 0
     ssd_faults: Natural = 0
+    ssd_bytes_per_s: float = 0.0
+    tenants: dict[str, Natural] = field(default_factory=dict)
     transferred_bytes: Natural = 0
     transports: str = ""
+    pages: str = ""
     draining: bool = False
     queued_prompts: tuple[tuple[Natural, Natural], ...] = ()
     prefill_elapsed_s: float = 0.0

@@ -18,12 +18,23 @@ class KvChange(enum.Enum):
     REMOVED = "removed"
 
 
+class KvTier(enum.Enum):
+    """Where on its node a block is: the fastest place of those it is in."""
+
+    DRAM = "dram"
+    SSD = "ssd"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEvent:
-    """One change; ``key`` is the block key in hex."""
+    """One change; ``key`` is the block key in hex. ``tier`` says where a stored block is now.
+
+    A block that moves between the tiers is stored again.
+    """
 
     change: KvChange
     key: HexKey
+    tier: KvTier = KvTier.DRAM
 
 
 @message("kvcache.events")
@@ -40,12 +51,16 @@ class KvEvents:
 @message("kvcache.snapshot")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSnapshot:
-    """All keys held after event ``seq``. Replaces what the conductor knew of the node. Answered by KvEventsAck."""
+    """All keys held after event ``seq``. Replaces what the conductor knew of the node. Answered by KvEventsAck.
+
+    The last ``ssd_keys`` of them are on SSD only.
+    """
 
     node_id: NodeId
     incarnation: Incarnation
     seq: Natural
     keys: PackedKeys
+    ssd_keys: Natural = 0
 
 
 @message("kvcache.events_ack")

@@ -118,7 +118,7 @@ class DecodeGate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """``avoid`` names instances that just failed this request; ``refused_by`` the decode instances that had no place
-    for it when its KV was there: it is placed only where there is one now."""
+    for it when its KV was there: it is placed only where there is one now. ``tenant`` is whose it is."""
 
     job_id: JobId
     model: str
@@ -127,6 +127,7 @@ class Schedule:
     keys: PackedKeys
     avoid: tuple[InstanceId, ...] = ()
     refused_by: tuple[InstanceId, ...] = ()
+    tenant: str = ""
 
 
 @message("serving.placement")
@@ -134,6 +135,7 @@ class Schedule:
 class Placement:
     """``fetch_from`` is the messenger endpoint of the node to copy the prefix from, empty for the local arena only.
 
+    ``read_limit_blocks``: no prefix block beyond that many is worth reading from the node's SSD; None for no limit.
     All block counts are hints: who acts on them finds out what is really there. With a ``gate`` the decode worker has
     the last word, and nobody is shown the first token before.
     """
@@ -147,6 +149,7 @@ class Placement:
     ttft_est_s: float = 0.0
     tbt_est_s: float = 0.0
     gate: DecodeGate | None = None
+    read_limit_blocks: Natural | None = None
 
 
 @message("serving.rejected")
@@ -167,7 +170,8 @@ class PrefillJob:
 
     ``drawn_tokens`` says how many of the last ``tokens`` were drawn by the model before a re-placement: the sampler's
     counter goes on from there. Without ``decode`` one token is all that is wanted. The two counts of prefix blocks say
-    what the conductor expects to be in the node's arena, and to be copied from ``fetch_from``.
+    what the conductor expects to be on the node, and to be copied from ``fetch_from``; ``read_limit_blocks`` is as
+    in Placement. The blocks count for ``tenant``.
     """
 
     job_id: JobId
@@ -184,6 +188,8 @@ class PrefillJob:
     fetch_from: str = ""
     fetch_prefix_blocks: Natural = 0
     local_prefix_blocks: Natural = 0
+    tenant: str = ""
+    read_limit_blocks: Natural | None = None
 
 
 @message("serving.decode_job")
@@ -208,6 +214,7 @@ class DecodeJob:
     deadline_s: float
     gate: DecodeGate | None = None
     first_token_within_s: float | None = None
+    tenant: str = ""
 
 
 @message("serving.first_token")

@@ -21,6 +21,7 @@ Rule = Callable[[Any], str | None]
 """What is wrong with a value of the right type, or None."""
 
 TOKEN_BYTES: Final = 4
+SECRET_BYTES: Final = 32
 _MAX_NATURAL: Final = 2**63 - 1
 _HEX_DIGITS: Final = frozenset("0123456789abcdef")
 _MISSING: Final = object()
@@ -61,6 +62,11 @@ def _not_hex_key(value: str) -> str | None:
     return None if is_hex else f"expected {2 * BLOCK_KEY_BYTES} hex digits"
 
 
+def _not_hex_secret(value: str) -> str | None:
+    is_hex = len(value) in (0, 2 * SECRET_BYTES) and _HEX_DIGITS.issuperset(value)
+    return None if is_hex else f"expected {2 * SECRET_BYTES} hex digits or none"
+
+
 Natural = Annotated[int, _not_natural]
 """A count, an index or a token id."""
 
@@ -78,6 +84,10 @@ PackedKey = Annotated[bytes, _not_one_key]
 
 HexKey = Annotated[str, _not_hex_key]
 """One block key in lower-case hex."""
+
+
+HexSecret = Annotated[str, _not_hex_secret]
+"""A secret of 32 bytes in lower-case hex, or nothing."""
 
 
 def json_name(value: object) -> str:

@@ -15,12 +15,12 @@ An arena is written only by processes of its own node: a sender never writes int
 transfer needs nobody's consent but the receiver's. Plans are explicit: (logical block → arena block, generation).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mooncake_proto.codec import message
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId
 from mooncake_proto.rdma import RdmaMemory
-from mooncake_proto.shapes import Natural, PackedKeys
+from mooncake_proto.shapes import HexSecret, Natural, PackedKeys
 
 
 @message("transfer.attach")
@@ -56,7 +56,8 @@ class Acquire:
     """Blocks for one job: sealed ones under the longest known prefix of ``keys``, fresh ones for the rest.
 
     ``n_blocks`` counts all of them. At most ``max_cached_blocks`` come from the pool (the last prompt token is always
-    computed). With ``fetch_from`` the messenger first tries to copy missing prefix blocks from that messenger. With
+    computed), and SSD is read for none beyond ``read_limit_blocks``. They count for ``tenant``, who may have a quota.
+    With ``fetch_from`` the messenger first tries to copy missing prefix blocks from that messenger. With
     ``landing`` set, the fresh blocks below ``landing_blocks`` are opened for that transfer, and the answer comes when
     their KV has landed (``Acquired.landed``) or the transfer has failed.
     Answered by Acquired or by Failure. Waits for room; cancelling the call or its deadline ends the wait.
@@ -73,6 +74,8 @@ class Acquire:
     landing: TransferId | None = None
     landing_blocks: Natural = 0
     landing_layers: Natural = 0
+    tenant: str = ""
+    read_limit_blocks: Natural | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +214,10 @@ class Slot:
 @message("transfer.plan")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
-    """``transport`` is what the receiver chose of those offered."""
+    """``transport`` is what the receiver chose of those offered.
+
+    Over tcp ``link_secret`` proves at ``tcp_host``, ``tcp_port`` that the sender may connect; it is empty otherwise.
+    """
 
     transfer_id: TransferId
     transport: str
@@ -219,6 +225,7 @@ class TransferPlan:
     tcp_port: Natural
     token: str
     slots: tuple[Slot, ...]
+    link_secret: HexSecret = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,13 +272,16 @@ class AbortTransfer:
 class PushBlocks:
     """Messenger → the messenger that holds a prefix: send the sealed blocks ``keys`` into our ``transfer_id``.
 
-    Logical block i of the transfer is the block under the i-th key. Answered by Pushing.
+    Logical block i of the transfer is the block under the i-th key. ``job_id`` is whom it is for, ``tenant`` whose it
+    is. Answered by Pushing.
     """
 
     transfer_id: TransferId
     target: str
     keys: PackedKeys
     deadline_s: float
+    job_id: JobId | None = None
+    tenant: str = ""
 
 
 @message("transfer.pushing")
@@ -281,3 +291,30 @@ class Pushing:
 
     transfer_id: TransferId
     n_blocks: Natural
+
+
+@message("transfer.read_ahead")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadAhead:
+    """One-way, conductor → messenger: ``job_id`` was placed and will want the prefix ``keys``, part of which is on SSD.
+
+    It comes as a job of this node, or as a peer's PushBlocks for it. Forgotten with that job, or after ``keep_s``.
+    """
+
+    job_id: JobId
+    keys: PackedKeys
+    keep_s: float
+    tenant: str = ""
+
+
+@message("transfer.replicate")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicate:
+    """One-way, conductor → messenger: keep a copy of the prefix ``keys``, which the messenger ``source`` holds.
+
+    Nobody waits for it. One that is too many at a time, or for which there is no room, is not done.
+    """
+
+    keys: PackedKeys
+    source: str
+    tenant: str = ""

@@ -4,7 +4,8 @@ Each is built once, in ``__main__``, by :mod:`mooncake_mesh.cli.settings` (which
 passed down. A wrong value raises ``ValueError("field: what is allowed")``; the loader turns it into a ConfigError with
 the dotted path. Fields that repeat between roles are repeated here: a role's class is the whole truth about the role.
 
-Until there are keys (CURVE), an address that other machines reach is bound only where ``allow_insecure_bind`` says so.
+An address that other machines reach is bound only with ``keys``, or where ``allow_insecure_bind`` insists: see
+docs/security.md.
 """
 
 import enum
@@ -27,6 +28,7 @@ from mooncake_mesh.config_checks import (
 )
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind
+from mooncake_mesh.config_tenants import tenant_shares
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.layout import KvDtype
 
@@ -67,6 +69,18 @@ class TransportKind(enum.Enum):
     SHM = "shm"
     TCP = "tcp"
     RDMA = "rdma"
+
+
+class PagesKind(enum.Enum):
+    """What an arena is made of: reserved 2 MiB pages, ones that the kernel finds when it can, or ordinary ones.
+
+    ``auto`` takes the best there is. What is asked for by name is had, or the messenger does not start.
+    """
+
+    AUTO = "auto"
+    HUGETLB = "hugetlb"
+    TRANSPARENT = "transparent"
+    SMALL = "small"
 
 
 class ChecksumKind(enum.Enum):
@@ -117,6 +131,9 @@ class ConductorConfig:
     kvcache_balancing_threshold: Annotated[
         float, "kvcache_centric copies a prefix that is longer than the local one by more than this factor"
     ] = 2.0
+    replication_share: Annotated[
+        float, "share of each node's link for copies of hot prefixes ahead of need; 0 makes none"
+    ] = 0.1
     admission: Annotated[
         AdmissionKind, "what requests are refused for in an overload: baseline, early, predictive or hold"
     ] = AdmissionKind.EARLY
@@ -127,6 +144,7 @@ class ConductorConfig:
     cost_profile: Annotated[Path | None, "JSON file of the cost model to start from; a small model's otherwise"] = None
     seed: Annotated[int, "seed of the random placement"] = 0
     index_max_blocks: Annotated[int, "block keys the prefix index holds at most"] = 4_000_000
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -137,6 +155,9 @@ class ConductorConfig:
         above_zero(self, "heartbeat_s", "suspect_after_s", "dead_after_s", "ttft_slo_s", "tbt_slo_s")
         at_least(self, 1, "index_max_blocks")
         at_least(self, 1.0, "kvcache_balancing_threshold")
+        at_least(self, 0.0, "replication_share")
+        if self.replication_share > 1.0:
+            raise ValueError(f"replication_share: must be at most 1, got {self.replication_share}")
         for name in ("wip_limit", "decode_s"):
             if getattr(self, name) is not None:
                 above_zero(self, name)
@@ -164,6 +185,8 @@ class GatewayConfig:
     max_concurrent_requests: Annotated[int, "requests in flight; more are answered 429"] = 1024
     max_body_bytes: Annotated[int, "longest request body"] = 8 * MiB
     max_replacements: Annotated[int, "how often a request is placed anew after its workers were lost"] = 3
+    share_cache_across_tenants: Annotated[bool, "let tenants find each other's KV; they can tell by the time"] = False
+    keys: Annotated[Path | None, "folder with keys and API keys (mooncake keys): every door then asks for them"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -191,9 +214,15 @@ class MessengerConfig:
         default_factory=default_run_dir
     )
     arena_bytes: Annotated[int, "memory for KVCache blocks"] = 1 * GiB
+    pages: Annotated[PagesKind, "its pages: hugetlb, transparent, small, or auto: the first of them that there is"] = (
+        PagesKind.AUTO
+    )
     eviction: Annotated[EvictionKind, "which unused block goes first when room is needed"] = EvictionKind.LRU
     ssd_dir: Annotated[Path | None, "folder that keeps blocks for which the arena has no room; none: they go"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, taken at once"] = 8 * GiB
+    tenant_quotas: Annotated[
+        str, "most percent of the arena for a tenant: NAME=PERCENT, separated by commas; *: for each one not named"
+    ] = ""
     transport: Annotated[TransportKind, "shm, tcp, rdma, or auto: shm on one host, else tcp"] = TransportKind.AUTO
     data_host: Annotated[str, "address of the TCP transport"] = "127.0.0.1"
     data_port: Annotated[int, "port of the TCP transport; 0 takes a free one"] = 0
@@ -203,6 +232,7 @@ class MessengerConfig:
     tcp_connections: Annotated[int, "TCP connections to each other node"] = 2
     checksum: Annotated[ChecksumKind, "checksum of every slice: xxh3 or none"] = ChecksumKind.XXH3
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -214,6 +244,10 @@ class MessengerConfig:
         connected(self, "conductor")
         at_least(self, 1 * MiB, "arena_bytes", "ssd_bytes")
         at_least(self, 1, "tcp_connections")
+        try:
+            tenant_shares(self.tenant_quotas)
+        except ValueError as error:
+            raise ValueError(f"tenant_quotas: {error}") from None
         if self.advertise_data is not None:
             host_and_port("advertise_data", self.advertise_data)
 
@@ -243,6 +277,7 @@ class PrefillConfig:
     max_queued_jobs: Annotated[int, "jobs that may wait; more are refused"] = 256
     drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
     fake: FakeConfig = FakeConfig()
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -276,6 +311,7 @@ class DecodeConfig:
     max_waiting_jobs: Annotated[int, "jobs that may wait for KV or for a place; more are refused"] = 256
     drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
     fake: FakeConfig = FakeConfig()
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -304,12 +340,17 @@ class UpConfig:
     prefill: Annotated[int, "prefill instances"] = 1
     decode: Annotated[int, "decode instances"] = 1
     arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
+    pages: Annotated[PagesKind, "pages of that memory: hugetlb, transparent, small or auto"] = PagesKind.AUTO
     ssd_dir: Annotated[Path | None, "folder with one folder of each node for blocks that leave the arena"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, for each of the two nodes"] = 8 * GiB
     transport: Annotated[TransportKind, "how KV moves between the nodes: auto, shm, tcp or rdma"] = TransportKind.AUTO
     run_dir: Annotated[Path | None, "folder for sockets; a fresh one otherwise, removed at the end"] = None
     log_dir: Annotated[Path | None, "folder for one log file of each process; all go to stderr otherwise"] = None
     fake: FakeConfig = FakeConfig()
+    share_cache_across_tenants: Annotated[bool, "let tenants find each other's KV; they can tell by the time"] = False
+    keys: Annotated[
+        Path | None, "folder with keys and API keys (mooncake keys): the gateway then asks for API keys"
+    ] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
@@ -327,6 +368,7 @@ class StatusConfig:
     """``mooncake status``: what to ask, and how to show it."""
 
     conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     timeout_s: Annotated[float, "how long to wait for its answer"] = 3.0
     watch_s: Annotated[float | None, "ask again this often, until interrupted"] = None
     json: Annotated[bool, "print the report as one JSON object"] = False
@@ -343,6 +385,7 @@ class ChatConfig:
     """``mooncake chat``: a conversation in the terminal."""
 
     gateway: Annotated[str, "endpoint of the gateway for SDK clients"] = "tcp://127.0.0.1:7710"
+    keys: Annotated[Path | None, "folder with the keys of a client (mooncake keys issue)"] = None
     model: Annotated[str | None, "model to talk to; the one that is served otherwise"] = None
     system: Annotated[str | None, "system prompt"] = None
     temperature: Annotated[float | None, "0 takes the likeliest token; the server's default otherwise"] = None
@@ -362,6 +405,7 @@ class DoctorConfig:
 
     transport: Annotated[TransportKind, "transport that must work: auto, shm, tcp or rdma"] = TransportKind.AUTO
     arena_bytes: Annotated[int, "memory for KVCache blocks that the messenger will have"] = 1 * GiB
+    pages: Annotated[PagesKind, "pages that it must consist of: hugetlb, transparent, small or auto"] = PagesKind.AUTO
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
     json: Annotated[bool, "print the findings as one JSON list"] = False
 

@@ -72,6 +72,21 @@ def listening(config: object, *, host: str, port: str) -> None:
     _protected(config, host, getattr(config, host))
 
 
+def exposed(config: object) -> list[str]:
+    """The addresses that *config* binds although other machines reach them, with the fields' names."""
+    found = []
+    for name in ("bind", "publish", "stream_bind"):
+        endpoint = getattr(config, name, "")
+        host = _tcp_host(name, endpoint, least_port=0) if endpoint else None
+        if host is not None and not _is_loopback(host):
+            found.append(f"{name}={endpoint}")
+    for name in ("host", "data_host"):
+        host = getattr(config, name, None)
+        if host is not None and not _is_loopback(host):
+            found.append(f"{name}={host}")
+    return found
+
+
 def host_and_port(name: str, address: str) -> tuple[str, int]:
     """The two parts of HOST:PORT or [IPv6]:PORT, an address to connect to."""
     match = re.fullmatch(_ADDRESS, address)
@@ -103,10 +118,10 @@ def _tcp_host(name: str, endpoint: str, *, least_port: int) -> str | None:
 
 
 def _protected(config: object, name: str, host: str) -> None:
-    if not _is_loopback(host) and not getattr(config, "allow_insecure_bind"):  # noqa: B009 - the configs share no base
+    if not _is_loopback(host) and getattr(config, "keys") is None and not getattr(config, "allow_insecure_bind"):  # noqa: B009 - the configs share no base
         raise ValueError(
-            f"{name}: {host!r} may be reached from other machines, and keys (CURVE) for that are not there yet: "
-            f"use 127.0.0.1 or ipc://, or set allow_insecure_bind"
+            f"{name}: {host!r} may be reached from other machines, so keys are needed: make a folder with "
+            f"`mooncake keys init` and give it as keys; or use 127.0.0.1 or ipc://, or insist with allow_insecure_bind"
         )
 
 

@@ -5,9 +5,10 @@
     MooncakeError
     ├─ ConfigError                 dotted path of the bad key
     ├─ WireError                   VersionMismatch · MalformedMessage · UnknownKind   (mooncake_proto.errors)
-    ├─ MeshError                   PeerUnreachable* · CallTimeout* · Draining* · SlowReader · Refused · RemoteFailure
-    ├─ RequestError                InvalidRequest · ModelNotFound · TooLong · Rejected* · DecodeRefused* · Aborted
-    │                            DeadlineExceeded
+    ├─ MeshError                   PeerUnreachable* · KeyRefused · CallTimeout* · Draining* · SlowReader · Refused ·
+    │                              RemoteFailure
+    ├─ RequestError                InvalidRequest · ModelNotFound · TooLong · InvalidApiKey · Rejected* ·
+    │                              DecodeRefused* · Aborted · DeadlineExceeded
     ├─ TransferError               SliceLost* · ChecksumMismatch* · NoFreeBlocks*
     ├─ ModelError                  UnsupportedModel
     └─ InternalError               InvalidTransition · InvariantViolated              (bugs)
@@ -28,9 +29,11 @@ __all__ = [
     "DecodeRefused",
     "Draining",
     "InternalError",
+    "InvalidApiKey",
     "InvalidRequest",
     "InvalidTransition",
     "InvariantViolated",
+    "KeyRefused",
     "MeshError",
     "ModelError",
     "ModelNotFound",
@@ -69,6 +72,13 @@ class MeshError(MooncakeError):
 class PeerUnreachable(MeshError):
     code = "peer_unreachable"
     retryable = True
+
+
+class KeyRefused(PeerUnreachable):
+    """The two ends of a connection do not accept each other's CURVE keys; its message says what may be wrong."""
+
+    code = "key_refused"
+    retryable = False
 
 
 class CallTimeout(MeshError):
@@ -127,6 +137,12 @@ class ModelNotFound(InvalidRequest):
 
 class TooLong(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class InvalidApiKey(RequestError):
+    """The caller showed no API key that this gateway knows."""
+
+    code = "invalid_api_key"
 
 
 class Rejected(RequestError):

@@ -3,7 +3,7 @@
 ``structlog.get_logger()`` is all that other modules need. Events of this project go straight to the stream; those of
 the standard library's loggers (uvicorn, asyncio, warnings) pass through the same processors, so that every line has the
 same form. What users say to the model never enters a log: values under the names in ``_CONTENT`` are replaced by their
-length.
+length. Nor can anybody outside write a log's lines: text is one line of bounded length, without control characters.
 """
 
 import json
@@ -20,7 +20,9 @@ from mooncake_mesh.config import LogFormat, LogLevel
 
 _CONTENT: Final = frozenset(
     {"body", "chunk", "completion", "content", "delta", "messages", "prompt", "request", "text", "token_ids", "tokens"}
+    | {"api_key", "authorization", "secret"}
 )
+_LONGEST_TEXT: Final = 2000
 _QUIET: Final = ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "urllib3", "uvicorn")
 _FIRST: Final = ("timestamp", "level", "role", "instance", "event")
 
@@ -41,6 +43,7 @@ def configure(
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _Origin(role, instance_id),
         withhold_content,
+        one_line,
     ]
     final = _renderers(log_format, out)
     structlog.configure(
@@ -71,6 +74,18 @@ def withhold_content(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
         if isinstance(value, str | bytes | Sequence | dict):
             event[name] = f"<{len(value)} withheld>"
     return event
+
+
+def one_line(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    """Processor: ids, paths and messages may come from strangers, who would like to add lines, colours or gigabytes."""
+    for name, value in event.items():
+        if isinstance(value, str) and (len(value) > _LONGEST_TEXT or not value.isprintable()):
+            event[name] = _escaped(value[:_LONGEST_TEXT]) + ("…" if len(value) > _LONGEST_TEXT else "")
+    return event
+
+
+def _escaped(text: str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class _Origin:

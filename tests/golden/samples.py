@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from mooncake_proto.shapes import HexKey, PackedKey, PackedKeys, PackedTokens, strip
+from mooncake_proto.shapes import HexKey, HexSecret, PackedKey, PackedKeys, PackedTokens, strip
 
 
 def sample(cls: type) -> Any:
@@ -27,6 +27,8 @@ def _value(hint: Any, name: str, numbers: Iterator[int]) -> Any:
         return bytes(range(size))
     if hint == HexKey:
         return bytes(range(16)).hex()
+    if hint == HexSecret:
+        return bytes(range(32)).hex()
     hint = strip(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

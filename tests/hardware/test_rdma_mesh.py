@@ -1,10 +1,12 @@
 """A whole mesh of processes whose KV moves by RDMA, on real verbs: see test_rdma.py for how to run it."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from mooncake_mesh.cli.status import as_json
+from mooncake_mesh.engine.model_files import DEFAULT_MODEL
 from tests.hardware import rdma_reason
 from tests.mesh import clients
 from tests.mesh.harness import Mesh
@@ -13,20 +15,42 @@ rdma_reason.skip_module()
 pytestmark = [pytest.mark.hardware, pytest.mark.timeout(600)]
 
 READY_S = 240.0
-PROMPT = "Once upon a time there was a KVCache that wanted to see the other node. " * 8
-FIELDS = {
-    "model": "fake",
-    "messages": [{"role": "user", "content": PROMPT}],
-    "max_tokens": 32,
-    "temperature": 0,
-}
+PATIENT = ["--suspect-after-s=20", "--dead-after-s=60", "--ttft-slo-s=600", "--tbt-slo-s=600"]
 
 
-def answer_over(transport: str) -> tuple[dict[str, object], dict[str, object]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """An engine with its model, and what it is asked."""
+
+    engine: str
+    model: str
+    dtype: str
+    prompt: str
+    max_tokens: int
+
+
+FAKE = Asked(
+    engine="fake",
+    model="fake",
+    dtype="bfloat16",
+    prompt="Once upon a time there was a KVCache that wanted to see the other node. " * 8,
+    max_tokens=32,
+)
+REAL = Asked(engine="transformers", model=DEFAULT_MODEL, dtype="float32", prompt="What is 2+2?", max_tokens=16)
+
+
+def answer_over(transport: str, asked: Asked) -> tuple[dict[str, object], dict[str, object]]:
     """Choice and usage of one chat completion, in a mesh of its own."""
-    flags = {"messenger": [f"--transport={transport}"], "conductor": ["--suspect-after-s=20", "--dead-after-s=60"]}
-    with Mesh(flags=flags, arena_bytes="16MiB", ready_s=READY_S) as mesh:
-        answer = clients.post(mesh.http, "/v1/chat/completions", FIELDS)
+    flags = {"messenger": [f"--transport={transport}"], "conductor": PATIENT}
+    fields = {
+        "model": asked.model,
+        "messages": [{"role": "user", "content": asked.prompt}],
+        "max_tokens": asked.max_tokens,
+        "temperature": 0,
+    }
+    kind = {"engine": asked.engine, "model": asked.model, "dtype": asked.dtype}
+    with Mesh(**kind, flags=flags, arena_bytes="16MiB", ready_s=READY_S) as mesh:
+        answer = clients.post(mesh.http, "/v1/chat/completions", fields)
         assert answer.status == 200, answer.body
         sent = mesh.wait_log("prefill0", "prefill_sent")
         assert sent["transport"] == transport
@@ -46,10 +70,11 @@ def packets() -> int | None:
     return sum(int(counter.read_text()) for counter in counters) if counters else None
 
 
-def test_a_chat_completion_over_rdma_equals_that_over_shared_memory() -> None:
+@pytest.mark.parametrize("asked", [FAKE, pytest.param(REAL, marks=pytest.mark.model)], ids=["fake", "real"])
+def test_a_chat_completion_over_rdma_equals_that_over_shared_memory(asked: Asked) -> None:
     before = packets()
-    over_rdma = answer_over("rdma")
+    over_rdma = answer_over("rdma", asked)
     after = packets()
     assert before is None or after is None or after > before
-    assert over_rdma == answer_over("shm")
+    assert over_rdma == answer_over("shm", asked)
     assert packets() == after

@@ -19,6 +19,7 @@ import zmq
 from mooncake_mesh.engine.fake import FakeConfig, expected_tokens
 from mooncake_mesh.gateway.tokenizer import ByteTokenizer, SpecialTokens
 from mooncake_mesh.kv.layout import KvDtype, KvLayout
+from mooncake_mesh.mesh.curve import MeshKeys, secure_connected
 from mooncake_proto import codec
 from mooncake_proto.envelope import Envelope
 from mooncake_proto.ids import MessageId
@@ -39,10 +40,11 @@ class NoAnswer(Exception):
 
 
 @contextmanager
-def dealer(endpoint: str) -> "Iterator[zmq.Socket[bytes]]":
+def dealer(endpoint: str, keys: MeshKeys | None = None) -> "Iterator[zmq.Socket[bytes]]":
     """A DEALER in a context of its own; both are gone afterwards."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as plug:
         plug.linger = 0
+        secure_connected(plug, endpoint, keys)
         plug.connect(endpoint)
         yield plug
 
@@ -54,9 +56,9 @@ def receive(plug: "zmq.Socket[bytes]", *, timeout_s: float) -> tuple[Envelope, A
     return codec.decode(plug.recv_multipart())
 
 
-def ask(endpoint: str, body: object, expect: type[R], *, timeout_s: float = 5.0) -> R:
+def ask(endpoint: str, body: object, expect: type[R], *, timeout_s: float = 5.0, keys: MeshKeys | None = None) -> R:
     """Send *body*, wait for its answer, which must be an *expect*. Raises NoAnswer."""
-    with dealer(endpoint) as plug:
+    with dealer(endpoint, keys) as plug:
         plug.send_multipart(codec.encode(body, Envelope(id=MessageId("1"), deadline_s=timeout_s)))
         envelope, answer = receive(plug, timeout_s=timeout_s)
     assert envelope.re == "1", f"an answer to {envelope.re!r}"

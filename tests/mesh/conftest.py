@@ -4,7 +4,26 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+from tests.mesh.fork_server import ForkServer
 from tests.mesh.harness import Mesh
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _forks_fake_meshes() -> Iterator[None]:
+    """One process that outlives the meshes, and so is not among what they must leave clean."""
+    with ForkServer() as server:
+        Mesh.fork_servers["fake"] = server
+        yield
+        del Mesh.fork_servers["fake"]
+
+
+@pytest.fixture(scope="session")
+def _forks_real_meshes() -> Iterator[None]:
+    """The same for meshes of the real engine, whose imports take longest."""
+    with ForkServer("mooncake_mesh.engine.runner", "mooncake_mesh.gateway.model_tokenizer") as server:
+        Mesh.fork_servers["transformers"] = server
+        yield
+        del Mesh.fork_servers["transformers"]
 
 
 @pytest.fixture(scope="module")

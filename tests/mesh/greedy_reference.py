@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,22 +26,18 @@ _QUESTIONS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Continuation:
-    """Greedy tokens, and the least distance between the best two logits of any step."""
-
-    tokens: tuple[int, ...]
-    margin: float
-
-
 class GreedyReference:
-    """``generate`` of the model in *folder*, float32, on two threads. Each answer is computed once per object."""
+    """The model in *folder*, float32. ``picks`` takes one pass over an answer that exists, ``generate`` one a token.
+
+    The same question is worked out once.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._model.generation_config.eos_token_id = None  # as with ignore_eos
-        self._known: dict[tuple[tuple[int, ...], int], Continuation] = {}
+        self._picked: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        self._generated: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def prompt(self, n_tokens: int, *, seed: int) -> list[int]:
         """A text of exactly *n_tokens* tokens, with a question behind it where there is room.
@@ -71,18 +67,35 @@ class GreedyReference:
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def greedy(self, prompt: Sequence[int], n_tokens: int) -> list[int]:
-        """The *n_tokens* tokens after *prompt*. Fails where two candidates are nearly equal."""
-        key = (tuple(prompt), n_tokens)
-        if key not in self._known:
-            self._known[key] = self._generate(prompt, n_tokens)
-        found = self._known[key]
-        assert found.margin > LEAST_MARGIN, (
-            f"near tie ({found.margin:.2g}) after {len(prompt)} tokens: take another seed"
-        )
-        return list(found.tokens)
+    def picks(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+        """The most likely token after *prompt*, and after it with each beginning of *answer*; as many as *answer* has.
 
-    def _generate(self, prompt: Sequence[int], n_tokens: int) -> Continuation:
+        They equal *answer* exactly when it is the greedy one: each token is then the best after those before it. Fails
+        where two candidates are nearly equal, up to the first token that differs.
+        """
+        key = (tuple(prompt), tuple(answer))
+        if key not in self._picked:
+            self._picked[key] = self._pick(prompt, answer)
+        return self._picked[key]
+
+    def _pick(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+        ids = torch.tensor([[*prompt, *answer[:-1]]])
+        with torch.inference_mode():
+            logits = self._model(ids, use_cache=False, logits_to_keep=len(answer)).logits[0]
+        best = logits.topk(2)
+        picked: list[int] = best.indices[:, 0].tolist()
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(picked, answer, strict=True)))
+        _check_margin(best.values[: same + 1], prompt)
+        return picked
+
+    def generate(self, prompt: Sequence[int], n_tokens: int) -> list[int]:
+        """The *n_tokens* tokens that ``generate`` puts after *prompt*. Fails where two candidates are nearly equal."""
+        key = (tuple(prompt), n_tokens)
+        if key not in self._generated:
+            self._generated[key] = self._generate(prompt, n_tokens)
+        return self._generated[key]
+
+    def _generate(self, prompt: Sequence[int], n_tokens: int) -> list[int]:
         ids = torch.tensor([list(prompt)])
         with torch.inference_mode():
             output = self._model.generate(
@@ -93,8 +106,12 @@ class GreedyReference:
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-        best = torch.stack(output.logits)[:, 0].topk(2).values
-        return Continuation(
-            tokens=tuple(int(token) for token in output.sequences[0, len(prompt) :]),
-            margin=float((best[:, 0] - best[:, 1]).min()),
-        )
+        _check_margin(torch.stack(output.logits)[:, 0].topk(2).values, prompt)
+        tokens: list[int] = output.sequences[0, len(prompt) :].tolist()
+        return tokens
+
+
+def _check_margin(best: torch.Tensor, prompt: Sequence[int]) -> None:
+    """*best* holds the two highest logits of each step."""
+    margin = float((best[:, 0] - best[:, 1]).min())
+    assert margin > LEAST_MARGIN, f"near tie ({margin:.2g}) after {len(prompt)} tokens: take another seed"

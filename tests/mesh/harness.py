@@ -20,14 +20,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Final, TypeVar
 
 from mooncake_mesh.cli.up import dies_with
+from mooncake_mesh.mesh.curve import MeshKeys
 from mooncake_proto.control import Health, Member, MemberState, Ping, Pong, StatusQuery, StatusReport
 from tests.mesh import clients
 from tests.mesh.clients import NoAnswer
+from tests.mesh.fork_server import Forked, ForkServer
 
 T = TypeVar("T")
 
@@ -49,7 +52,7 @@ class _Child:
     flags: list[str]
     environ: dict[str, str]
     log: Path
-    process: "subprocess.Popen[bytes] | None" = None
+    process: "subprocess.Popen[bytes] | Forked | None" = None
     log_start: int = 0
     is_paused: bool = False
     killed: set[int] = field(default_factory=set)
@@ -57,6 +60,13 @@ class _Child:
     @property
     def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
+
+
+class Start(Enum):
+    """How processes are started."""
+
+    COMMAND = "by the command line, each in a new interpreter"
+    FORK = "by the fork server of their engine, where there is one: the same from the command's main on, and sooner"
 
 
 class Mesh:
@@ -68,6 +78,9 @@ class Mesh:
     """
 
     alive: ClassVar[list["Mesh"]] = []
+    fork_servers: ClassVar[dict[str, ForkServer]] = {}
+    """By engine."""
+    keys: MeshKeys | None = None
 
     def __init__(
         self,
@@ -81,11 +94,13 @@ class Mesh:
         flags: Mapping[str, Sequence[str]] | None = None,
         environ: Mapping[str, Mapping[str, str]] | None = None,
         ready_s: float = _READY_S,
+        start: Start = Start.FORK,
     ) -> None:
         self.model = model
         self.folder = Path(tempfile.mkdtemp(prefix="mm-", dir="/tmp"))
         self._flags, self._environ = flags or {}, environ or {}
         self._ready_s = ready_s
+        self._fork_server = Mesh.fork_servers.get(engine) if start is Start.FORK else None
         self._children: dict[str, _Child] = {}
         self._used_shm: set[str] = set()
         worker = [f"--engine={engine}", f"--model={model}", f"--dtype={dtype}"]
@@ -157,14 +172,14 @@ class Mesh:
 
     def status(self, *, timeout_s: float = 5.0) -> StatusReport:
         """The conductor's report. Raises NoAnswer."""
-        return clients.ask(self.conductor, StatusQuery(), StatusReport, timeout_s=timeout_s)
+        return clients.ask(self.conductor, StatusQuery(), StatusReport, timeout_s=timeout_s, keys=self.keys)
 
     def member(self, name: str) -> Member:
         """The instance as the conductor knows it."""
         return next(state.member for state in self.status().cluster.members if state.member.instance_id == name)
 
     def incarnation(self, name: str, *, timeout_s: float = 5.0) -> str:
-        return clients.ask(self.endpoint(name), Ping(), Pong, timeout_s=timeout_s).incarnation
+        return clients.ask(self.endpoint(name), Ping(), Pong, timeout_s=timeout_s, keys=self.keys).incarnation
 
     def wait_healthy(self, timeout_s: float = _READY_S) -> StatusReport:
         """Wait until every running process is known, alive and in its current life, and the gateway takes requests."""
@@ -235,9 +250,13 @@ class Mesh:
         child = self._children[name]
         assert not child.is_running, f"{name} runs already"
         child.log_start = child.log.stat().st_size if child.log.exists() else 0
+        argv = [child.role, *child.flags]
+        if self._fork_server is not None:
+            child.process = self._fork_server.start(argv, environ=child.environ, log=child.log)
+            return
         with child.log.open("ab") as log:
             child.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "mooncake_mesh", child.role, *child.flags],
+                [sys.executable, "-P", "-m", "mooncake_mesh", *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import zmq
 
-from bench.transfer_messengers import Node, hold, put
+from bench.transfer_nodes import Node, hold, put
 
 pytestmark = pytest.mark.mesh
 

@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -133,8 +134,13 @@ def test_another_node_gets_a_prefix_that_left_the_arena(tmp_path: Path) -> None:
         mesh.start("prefill1")
         mesh.wait(lambda: _takes_work(mesh, "prefill1") or None, what="prefill1 to take work")
         mesh.wait(lambda: None if _takes_work(mesh, "prefill0") else True, what="prefill0 to be missed")
-        assert _ask(mesh, FIRST) == _whole_blocks(FIRST) * LAYOUT.block_tokens
+        with ThreadPoolExecutor(1) as pool:  # another request keeps prefill1 busy: time to read ahead
+            busy = pool.submit(_ask, mesh, "a prompt that nobody has asked before. " * 5)
+            mesh.wait_log("conductor", "request_placed", prefill="prefill1")
+            assert _ask(mesh, FIRST) == _whole_blocks(FIRST) * LAYOUT.block_tokens
+            busy.result()
         assert mesh.wait_log("messenger2", "prefix_fetched")["blocks"] == _whole_blocks(FIRST)
+        assert mesh.wait_log("messenger0", "read_ahead")["blocks"] == _whole_blocks(FIRST), "before it was asked for"
 
 
 def _takes_work(mesh: Mesh, name: str) -> bool:

@@ -1,5 +1,6 @@
 """The block pool, under each eviction policy, against a naive model that recounts everything at each step."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from mooncake_mesh.errors import InvalidTransition
 from mooncake_mesh.kv.block_pool import BlockPool, BlockState, Duplicate, NoRoom, Renewal, Sealed
 from mooncake_mesh.kv.eviction import EvictionKind, eviction_policy
+from mooncake_mesh.kv.tenants import TenantQuotas
 from mooncake_proto.ids import BlockId, BlockKey
 from mooncake_proto.kvcache import KvChange
 
@@ -17,12 +19,17 @@ N_BLOCKS = 6
 KEYS = [BlockKey(bytes([i]) * 16) for i in range(5)]
 
 HOLDERS = ["job-a", "job-b", "send-c"]
+ALL_HOLDERS = [*HOLDERS, "job-d"]
+PINNERS = ["ahead-a", "ahead-b"]
+QUOTAS = {"small": 2, "large": 4}
 
 holders = st.sampled_from(HOLDERS)
 keys = st.sampled_from(KEYS)
 blocks = st.integers(0, N_BLOCKS - 1).map(BlockId)
 chains = st.lists(keys, max_size=4) | st.integers(0, 5).map(lambda n: KEYS[:n])
 leases = st.sampled_from([None, 2.0, 9.0])
+tenants = st.sampled_from(["", *QUOTAS])
+pinners = st.sampled_from(PINNERS)
 
 
 @dataclass
@@ -39,7 +46,23 @@ class Naive:
     lease: dict[str, float] = field(default_factory=dict)
     generation: dict[BlockId, int] = field(default_factory=dict)
     index: set[BlockKey] = field(default_factory=set)
+    tenant: dict[BlockId, str] = field(default_factory=dict)
+    released: dict[BlockId, int] = field(default_factory=dict)
+    pins: dict[str, list[BlockId]] = field(default_factory=dict)
+    pinned_until: dict[str, float] = field(default_factory=dict)
+    pinned_at: dict[BlockId, int] = field(default_factory=dict)
     ticks: int = 0
+
+    def tick(self) -> int:
+        self.ticks += 1
+        return self.ticks
+
+    def usage(self) -> Counter[str]:
+        free = self.free()
+        return Counter(tenant for block, tenant in self.tenant.items() if block not in free)
+
+    def is_pinned(self, block: BlockId) -> bool:
+        return any(block in mine for mine in self.pins.values())
 
     def referenced(self, block: BlockId) -> bool:
         return any(block in mine for mine in self.held.values())
@@ -49,8 +72,41 @@ class Naive:
         return [BlockId(b) for b in range(N_BLOCKS) if b not in used]
 
     def victims(self) -> list[BlockId]:
-        """In the order of LRU."""
-        return sorted((b for b in self.key if not self.referenced(b)), key=lambda b: self.given_up[b])
+        """In the order of LRU; soft-pinned ones are not among them."""
+        candidates = (b for b in self.key if not self.referenced(b) and not self.is_pinned(b))
+        return sorted(candidates, key=lambda b: self.given_up[b])
+
+    def pinned_victims(self) -> list[BlockId]:
+        candidates = (b for b in self.key if not self.referenced(b) and self.is_pinned(b))
+        return sorted(candidates, key=lambda b: self.pinned_at[b])
+
+    def own_victims(self, tenant: str) -> list[BlockId]:
+        """In the order in which a tenant at its quota gives them up."""
+        own = [b for b in (*self.victims(), *self.pinned_victims()) if self.tenant[b] == tenant]
+        return sorted(own, key=lambda b: (self.is_pinned(b), self.released[b]))
+
+    def pin(self, pinner: str, block: BlockId) -> None:
+        if not self.is_pinned(block):
+            self.pinned_at[block] = self.tick()
+        mine = self.pins.setdefault(pinner, [])
+        if block not in mine:
+            mine.append(block)
+
+    def unpin(self, pinner: str) -> list[BlockId]:
+        """What nobody pins any more."""
+        self.pinned_until.pop(pinner, None)
+        return [b for b in self.pins.pop(pinner, []) if not self.is_pinned(b)]
+
+    def unpinned(self, blocks: list[BlockId]) -> None:
+        for block in reversed([b for b in blocks if not self.referenced(b)]):
+            self.given_up[block] = self.tick()
+
+    def evicted(self, block: BlockId) -> None:
+        del self.key[block]
+        self.generation[block] += 1
+        for mine in self.pins.values():
+            if block in mine:
+                mine.remove(block)
 
     def hold(self, holder: str, block: BlockId) -> None:
         if block not in self.held.get(holder, []):
@@ -60,8 +116,9 @@ class Naive:
     def release(self, holder: str) -> None:
         self.lease.pop(holder, None)
         for depth, block in reversed(list(enumerate(self.held.pop(holder, [])))):
-            self.ticks += 1
-            self.given_up[block] = self.ticks
+            self.given_up[block] = self.tick()
+            if not self.referenced(block):
+                self.released[block] = self.pinned_at[block] = self.ticks
             self.depth[block] = max(depth, self.depth.get(block, 0))
             if block in self.owner:
                 del self.owner[block]
@@ -74,7 +131,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.eviction = eviction_policy(self.kind)
-        self.pool = BlockPool(N_BLOCKS, eviction=self.eviction)
+        self.pool = BlockPool(N_BLOCKS, eviction=self.eviction, quotas=TenantQuotas(blocks=QUOTAS))
         self.model = Naive(generation=dict.fromkeys(map(BlockId, range(N_BLOCKS)), 0))
         self.now_s = 0.0
 
@@ -89,28 +146,35 @@ class PoolMachine(RuleBasedStateMachine):
             case EvictionKind.LENGTH_AWARE:
                 return sorted(candidates, key=lambda b: (model.uses[b], -model.depth[b]))
             case EvictionKind.REUSE:  # it learns, so that only it can tell; but it must be true to its word
-                order = self.eviction.order()
+                order = list(self.eviction.order())
                 assert sorted(order) == sorted(candidates)
                 return order
 
     # --- legal and illegal moves alike: the model says which it is ----------------------------------------------------
 
-    @rule(holder=holders, n=st.integers(0, N_BLOCKS + 1), lease=leases)
-    def reserve(self, holder: str, n: int, lease: float | None) -> None:
-        free, victims = self.model.free(), self.victims()
-        got = self.pool.reserve(holder, n, lease_until_s=None if lease is None else self.now_s + lease)
-        if n > len(free) + len(victims):
-            assert got == NoRoom(wanted_blocks=n, available_blocks=len(free) + len(victims))
+    @rule(holder=holders, n=st.integers(0, N_BLOCKS + 1), lease=leases, tenant=tenants)
+    def reserve(self, holder: str, n: int, lease: float | None, tenant: str) -> None:
+        model = self.model
+        free, victims, own = model.free(), [*self.victims(), *model.pinned_victims()], model.own_victims(tenant)
+        room = QUOTAS.get(tenant, N_BLOCKS + 1) - model.usage()[tenant]
+        available = min(len(free) + len(victims), room + len(own) if tenant in QUOTAS else N_BLOCKS)
+        assert self.pool.available_to(tenant) == available
+        got = self.pool.reserve(holder, n, tenant=tenant, lease_until_s=None if lease is None else self.now_s + lease)
+        if n > available:
+            assert got == NoRoom(wanted_blocks=n, available_blocks=available)
             return
         assert isinstance(got, list)
         assert len(set(got)) == n
-        evicted = victims[: max(0, n - len(free))]
-        assert set(got) <= set(free) | set(evicted)
+        own_first = own[: max(0, n - room)]
+        others = [b for b in victims if b not in own_first]
+        evicted = others[: max(0, n - len(free) - len(own_first))]
+        assert set(got) <= set(free) | set(own_first) | set(evicted)
         assert got[len(got) - len(evicted) :] == evicted, "victims are taken in the policy's order"
-        for block in evicted:
-            del self.model.key[block]
-            self.model.generation[block] += 1
+        assert all(model.tenant[b] == tenant for b in own_first)
+        for block in (*own_first, *evicted):
+            model.evicted(block)
         for block in got:
+            model.tenant[block] = tenant
             self.model.owner[block] = holder
             self.model.generation[block] += 1
             self.model.held.setdefault(holder, []).append(block)
@@ -163,6 +227,16 @@ class PoolMachine(RuleBasedStateMachine):
         if mine:
             self.seal(holder, mine[0], key)
 
+    @rule(first=st.integers(0, len(KEYS) - 1), n=st.integers(1, 3), tenant=tenants)
+    def run_job(self, first: int, n: int, tenant: str) -> None:
+        """A whole job, which leaves blocks that can be evicted."""
+        new = [key for key in KEYS[first : first + n] if key not in self.model.key.values()]
+        if len(new) <= self.pool.available_to(tenant):
+            self.reserve("job-d", len(new), None, tenant)
+            for key in new:
+                self.seal_own("job-d", key)
+            self.release("job-d")
+
     @rule(holder=holders)
     def release(self, holder: str) -> None:
         self.pool.release(holder)
@@ -174,9 +248,32 @@ class PoolMachine(RuleBasedStateMachine):
         assert outcome is (Renewal.RENEWED if holder in self.model.held else Renewal.LAPSED)
         self._lease(holder, lease)
 
+    @rule(pinner=pinners, block=blocks, for_s=st.sampled_from([2.0, 9.0]))
+    def pin(self, pinner: str, block: BlockId, for_s: float) -> None:
+        if block not in self.model.key:
+            with pytest.raises(InvalidTransition):
+                self.pool.pin(pinner, [block], self.now_s + for_s)
+            return
+        self.pool.pin(pinner, [block, block], self.now_s + for_s)
+        self.model.pin(pinner, block)
+        self.model.pinned_until[pinner] = self.now_s + for_s
+
+    @rule(pinner=pinners, pick=st.integers(0, N_BLOCKS), for_s=st.sampled_from([2.0, 9.0]))
+    def pin_sealed(self, pinner: str, pick: int, for_s: float) -> None:
+        """The common case."""
+        if self.model.key:
+            self.pin(pinner, sorted(self.model.key)[pick % len(self.model.key)], for_s)
+
+    @rule(pinner=pinners)
+    def unpin(self, pinner: str) -> None:
+        self.pool.unpin(pinner)
+        self.model.unpinned(self.model.unpin(pinner))
+
     @rule(passed_s=st.sampled_from([0.0, 3.0]))
     def expire(self, passed_s: float) -> None:
         self.now_s += passed_s
+        due = sorted((until_s, p) for p, until_s in self.model.pinned_until.items() if until_s <= self.now_s)
+        self.model.unpinned([block for _, pinner in due for block in self.model.unpin(pinner)])
         over = sorted((until_s, h) for h, until_s in self.model.lease.items() if until_s <= self.now_s)
         assert self.pool.expire(self.now_s) == [holder for _, holder in over]
         for _, holder in over:
@@ -211,10 +308,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_invariants()
         assert self.pool.free_blocks == len(self.model.free())
         assert self.pool.sealed_blocks == len(self.model.key)
-        assert self.eviction.order() == self.victims(), "in the order of eviction"
-        assert self.pool.evictable_blocks == len(self.model.victims())
+        assert list(self.eviction.order()) == self.victims(), "in the order of eviction"
+        assert self.pool.coldest(N_BLOCKS) == self.victims(), "the soft-pinned ones stay"
+        assert self.pool.evictable_blocks == len(self.model.victims()) + len(self.model.pinned_victims())
+        usage = self.model.usage()
+        assert self.pool.tenant_usage() == usage
+        assert all(usage[tenant] <= quota for tenant, quota in QUOTAS.items()), "nobody is over quota"
         assert set(self.pool.keys()) == set(self.model.key.values())
-        for holder in HOLDERS:
+        for holder in ALL_HOLDERS:
             assert self.pool.blocks_of(holder) == self.model.held.get(holder, [])
 
     @invariant()

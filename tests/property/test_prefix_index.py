@@ -11,7 +11,7 @@ from mooncake_mesh.kv.block_pool import PoolEvent
 from mooncake_mesh.kv.event_stream import EventLog, FeedRefused, NodeFeed, Unsendable
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_proto.ids import BlockKey, Incarnation, NodeId
-from mooncake_proto.kvcache import KvChange, KvEvents, KvSnapshot
+from mooncake_proto.kvcache import KvChange, KvEvents, KvSnapshot, KvTier
 
 KEYS = [BlockKey(bytes([i]) * 16) for i in range(8)]
 NODES = [NodeId(f"node-{i}") for i in range(4)]
@@ -41,12 +41,13 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex(max_entries=self.CAP)
         self.known: dict[NodeId, set[BlockKey]] = {}
+        self.on_ssd: set[tuple[NodeId, BlockKey]] = set()
         self.arrived: list[BlockKey] = []
 
-    @rule(node=nodes, key=keys)
-    def stored(self, node: NodeId, key: BlockKey) -> None:
-        self.index.apply_stored(node, key)
-        self._store(node, key)
+    @rule(node=nodes, key=keys, tier=st.sampled_from(KvTier))
+    def stored(self, node: NodeId, key: BlockKey, tier: KvTier) -> None:
+        self.index.apply_stored(node, key, tier)
+        self._store(node, key, tier)
 
     @rule(node=nodes, key=keys)
     def removed(self, node: NodeId, key: BlockKey) -> None:
@@ -55,13 +56,14 @@ class IndexMachine(RuleBasedStateMachine):
             self.known[node].discard(key)
         self._forget_unheld()
 
-    @rule(node=nodes, chain=chains)
-    def replaced(self, node: NodeId, chain: list[BlockKey]) -> None:
-        self.index.replace(node, chain)
+    @rule(node=nodes, chain=chains, n_ssd=st.integers(0, 3))
+    def replaced(self, node: NodeId, chain: list[BlockKey], n_ssd: int) -> None:
+        on_ssd, in_arena = chain[:n_ssd], chain[n_ssd:]
+        self.index.replace(node, in_arena, on_ssd)
         self.known.setdefault(node, set()).intersection_update(chain)
         self._forget_unheld()
         for key in chain:
-            self._store(node, key)
+            self._store(node, key, KvTier.SSD if key in on_ssd else KvTier.DRAM)
 
     @rule(node=nodes)
     def dropped(self, node: NodeId) -> None:
@@ -71,10 +73,15 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(chain=st.lists(keys, max_size=10) | chains)
     def looked_up(self, chain: list[BlockKey]) -> None:
-        assert self.index.prefix_blocks(chain) == brute_force(self.known, chain)
+        found = self.index.prefix_blocks(chain)
+        assert found == brute_force(self.known, chain)
+        on_ssd = {node: [(node, key) in self.on_ssd for key in chain[:depth]] for node, depth in found.items()}
+        starts = {node: slow.index(True) for node, slow in on_ssd.items() if True in slow}
+        assert self.index.ssd_starts(chain, found) == starts
 
-    def _store(self, node: NodeId, key: BlockKey) -> None:
+    def _store(self, node: NodeId, key: BlockKey, tier: KvTier) -> None:
         self.known.setdefault(node, set()).add(key)
+        (self.on_ssd.add if tier is KvTier.SSD else self.on_ssd.discard)((node, key))
         if key not in self.arrived:
             self.arrived.append(key)
         while sum(map(len, self.known.values())) > self.CAP:
@@ -82,7 +89,10 @@ class IndexMachine(RuleBasedStateMachine):
             for mine in self.known.values():
                 mine.discard(oldest)
 
+        self._forget_unheld()
+
     def _forget_unheld(self) -> None:
+        self.on_ssd = {(node, key) for node, key in self.on_ssd if key in self.known.get(node, ())}
         self.arrived = [key for key in self.arrived if any(key in mine for mine in self.known.values())]
 
     @invariant()
@@ -95,6 +105,8 @@ class IndexMachine(RuleBasedStateMachine):
         for key in KEYS:
             holders = {node: 1 for node, mine in self.known.items() if key in mine}
             assert self.index.prefix_blocks([key]) == holders
+            slow = {node: 0 for node in holders if (node, key) in self.on_ssd}
+            assert self.index.ssd_starts([key], holders) == slow
 
 
 Message = KvEvents | KvSnapshot
@@ -121,7 +133,7 @@ class Messenger:
         if batch is Unsendable.NOTHING_NEW:
             return self.log.probe()
         if batch is Unsendable.EVENTS_GONE:
-            return self.log.snapshot(self.held)
+            return self.log.snapshot(list(self.held))
         assert isinstance(batch, KvEvents)
         return batch
 
@@ -173,7 +185,7 @@ class StreamMachine(RuleBasedStateMachine):
         messenger = self.messengers.get(node)
         if messenger is not None:
             due = kind == "what is due"
-            self.wire.append(messenger.message(max_events) if due else messenger.log.snapshot(messenger.held))
+            self.wire.append(messenger.message(max_events) if due else messenger.log.snapshot(list(messenger.held)))
 
     @rule(position=st.integers(0, 5), fate=st.sampled_from(["once", "again later", "lost", "answer lost"]))
     def link_delivers(self, position: int, fate: str) -> None:

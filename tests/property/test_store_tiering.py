@@ -18,7 +18,7 @@ from mooncake_mesh.messenger.store.records import SlotRecord
 from mooncake_mesh.messenger.store.slots import SlotTable, SlotWrite
 from mooncake_mesh.messenger.store.tiering import Coming, Leaving, Tiering, joint_events, joint_keys
 from mooncake_proto.ids import BlockId, BlockKey
-from mooncake_proto.kvcache import KvChange
+from mooncake_proto.kvcache import KvChange, KvTier
 from tests.unit.store_doubles import NAMESPACE, Crash, content, empty_slot, fake_files, key, raises
 
 N_BLOCKS = 8
@@ -36,7 +36,7 @@ class TieringMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.table = fake_files(N_SLOTS)
-        self.index: set[BlockKey] = set()
+        self.index: dict[BlockKey, KvTier] = {}
 
     @initialize()
     def start(self) -> None:
@@ -276,6 +276,19 @@ class TieringMachine(RuleBasedStateMachine):
             else:
                 self.slots.torn(slot.record.slot)
 
+    @precondition(lambda self: self.slots.held_blocks)
+    @rule(n=st.integers(1, N_SLOTS))
+    def adopt_while_it_leaves_again(self, n: int) -> None:
+        """What is found at the next start is computed anew, and on its way to another slot when its turn comes."""
+        self.start()
+        if not self.pending:
+            return
+        self.compute(NUMBER_OF[self.pending[0].key], 1)
+        self.choose(N_BLOCKS)
+        self.copy()
+        self.place()
+        self.adopt(n)
+
     def _set_fault(self, name: str) -> None:
         def fault(operation: str, offset: int, size: int) -> int:
             if name in ("EIO", "ENOSPC"):
@@ -309,8 +322,12 @@ class TieringMachine(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         for event in joint_events(self.pool, self.slots):
-            (self.index.add if event.change is KvChange.STORED else self.index.discard)(event.key)
-        assert self.index == set(joint_keys(self.pool, self.slots))
+            self.index.pop(event.key, None)
+            if event.change is KvChange.STORED:
+                self.index[event.key] = event.tier
+        in_arena, on_ssd = joint_keys(self.pool, self.slots)
+        assert self.index == dict.fromkeys(on_ssd, KvTier.SSD) | dict.fromkeys(in_arena, KvTier.DRAM)
+        assert len(self.index) == len(in_arena) + len(on_ssd)
 
     def teardown(self) -> None:
         """Once everything that was begun has ended, nothing is held."""

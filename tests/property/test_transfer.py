@@ -1,8 +1,10 @@
 """Two messengers back to back over a link that loses, repeats, reorders, damages and delays, on real bytes.
 
-Everything may end at any moment: either job, either worker, the transfer. Meanwhile other jobs take, write and share
-blocks on both nodes. What must hold: a slice is applied at most once; what has landed, and what is found by its key,
-is what was computed; nobody's blocks change under him; every transfer ends once; in the end nothing is held.
+Everything may end at any moment: either job, either worker, either messenger, the transfer; word of it comes late,
+twice or never. A messenger that died begins anew, with an empty arena and generations from 0, and what was under way to
+and from its old life goes on arriving. Meanwhile other jobs take, write and share blocks on both nodes. What must hold:
+a slice is applied at most once; what has landed, and what is found by its key, is what was computed; nobody's blocks
+change under him; every transfer ends once; in the end nothing is held.
 """
 
 import hashlib
@@ -81,17 +83,22 @@ class Transfer:
     first_fresh: int = 0
     computed: int = LAYERS
     is_planned: bool = False
+    is_lost: bool = False
+    """The receiving messenger died."""
     ended: LandingState | None = None
 
 
 @dataclass
 class Batch:
-    """Slices on the link. A ``copied`` one carries its bytes; the other's are read when they are written."""
+    """Slices on the link. A ``copied`` one carries its bytes; the other's are read when they are written, from the
+    arena of the life that sent them: it stays mapped.
+    """
 
     transfer: Transfer
     pieces: list[OutgoingSlice]
     checksums: list[int]
     copied: list[bytes] | None
+    arena: bytearray
 
 
 @dataclass
@@ -108,6 +115,7 @@ class TransferMachine(RuleBasedStateMachine):
         self.transfers: list[Transfer] = []
         self.wire: list[Batch] = []
         self.writes: list[Write] = []
+        self.aborts: list[TransferId] = []
         self.others: dict[str, tuple[Node, list[int], bytes]] = {}
         self.applied: Counter[tuple[TransferId, int, int]] = Counter()
         self.names = 0
@@ -260,20 +268,26 @@ class TransferMachine(RuleBasedStateMachine):
         data = [bytes(self.sender.arena[piece.offset : piece.offset + piece.size_bytes]) for piece in pieces]
         if pieces:
             sums = [xxhash.xxh3_64_intdigest(one) for one in data]
-            self.wire.append(Batch(transfer, pieces, sums, data if copies else None))
+            self.wire.append(Batch(transfer, pieces, sums, data if copies else None, self.sender.arena))
 
     @precondition(lambda self: self.wire)
-    @rule(which=st.integers(0, 9), is_repeated=st.booleans(), is_damaged=RARELY)
-    def arrive(self, which: int, is_repeated: bool, is_damaged: bool) -> None:
-        """A batch reaches the receiver; if it may land, its first bytes are written now."""
+    @rule(which=st.integers(0, 9), is_repeated=st.booleans(), is_damaged=RARELY, is_stale=st.booleans())
+    def arrive(self, which: int, is_repeated: bool, is_damaged: bool, is_stale: bool = False) -> None:
+        """A batch reaches the receiver; if it may land, its first bytes are written now.
+
+        The receiver finds a landing by its id. A *stale* link still has the one that it found before.
+        """
         index = which % len(self.wire)
         batch = self.wire[index] if is_repeated else self.wire.pop(index)
-        if self.receiver.core.landing(batch.transfer.out.transfer_id) is not batch.transfer.landing:
-            return  # the receiver finds a landing by its id, and this one is gone
+        landing = self.receiver.core.landing(batch.transfer.out.transfer_id)
+        is_over = landing is not batch.transfer.landing
+        if is_over and (batch.transfer.is_lost or not is_stale):
+            return
         try:
             places = batch.transfer.landing.admit([piece.span for piece in batch.pieces], self.receiver.core.pool)
         except SliceLost:
             return
+        assert not (is_over and places), "a landing outlived its job"
         for place in places:
             self.receiver.arena[place.offset] ^= 0xFF
         self.writes.append(Write(batch, places, is_damaged))
@@ -288,7 +302,7 @@ class TransferMachine(RuleBasedStateMachine):
         for place in write.places:
             index = next(i for i, piece in enumerate(batch.pieces) if piece.span == place.span)
             piece = batch.pieces[index]
-            source = self.sender.arena[piece.offset : piece.offset + piece.size_bytes]
+            source = batch.arena[piece.offset : piece.offset + piece.size_bytes]
             data = bytearray(source if batch.copied is None else batch.copied[index])
             if write.is_damaged:
                 data[0] ^= 1
@@ -306,8 +320,18 @@ class TransferMachine(RuleBasedStateMachine):
     # --- everything may end -------------------------------------------------------------------------------------------
 
     def abort(self, transfer: Transfer) -> None:
+        """The sender ends; that the receiver hears of it is another matter."""
         self.sender.core.release(transfer.sending_job, "aborted")
-        transfer.landing.fail("aborted")
+        self.aborts.append(transfer.out.transfer_id)
+
+    @precondition(lambda self: self.aborts)
+    @rule(which=st.integers(0, 9), is_repeated=st.booleans())
+    def hear(self, which: int, is_repeated: bool) -> None:
+        """An abort reaches the receiver, or whatever life of it there is."""
+        index = which % len(self.aborts)
+        transfer_id = self.aborts[index] if is_repeated else self.aborts.pop(index)
+        landing = self.receiver.core.give_up(transfer_id, "aborted")
+        assert landing is None or landing.state is not LandingState.OPEN
 
     @precondition(lambda self: self.wire or self.writes or any(t.ended for t in self.transfers))
     @rule(which=st.integers(0, 3), how=st.sampled_from(["abort", "lose", "receiver", "sender", "decode", "prefill"]))
@@ -327,6 +351,25 @@ class TransferMachine(RuleBasedStateMachine):
             for job_id in node.core.jobs_of(node.worker, LIFE):
                 node.core.release(job_id, "its worker is gone")
                 self.others.pop(job_id, None)
+
+    @precondition(lambda self: self.transfers)
+    @rule(at_receiver=st.booleans(), really=RARELY, is_noticed=st.booleans())
+    def messenger_dies(self, at_receiver: bool, really: bool, is_noticed: bool) -> None:
+        """Its writes end with it, what it read may be read on. The other end notices at once, or has to be told."""
+        if not really:
+            return
+        if at_receiver:
+            self.receiver = Node("receiver")
+            self.writes.clear()
+            for transfer in self.transfers:
+                transfer.is_lost = True
+        else:
+            self.sender = Node("sender")
+            for transfer in self.transfers:
+                if is_noticed and not transfer.is_lost:
+                    self.receiver.core.give_up(transfer.out.transfer_id, "its sender is gone")
+        alive = (self.sender, self.receiver)
+        self.others = {name: other for name, other in self.others.items() if other[0] in alive}
 
     # --- others use the nodes too -------------------------------------------------------------------------------------
 
@@ -392,7 +435,7 @@ class TransferMachine(RuleBasedStateMachine):
             node.core.pool.check_invariants()
             assert node.core.pool.available_blocks == N_BLOCKS
         for transfer in self.transfers:
-            assert transfer.landing.state is not LandingState.OPEN
+            assert transfer.is_lost or transfer.landing.state is not LandingState.OPEN
             assert self.receiver.core.landing(transfer.landing.transfer_id) is None
             assert self.sender.core.outbound(transfer.out.transfer_id) is None
 

@@ -12,6 +12,7 @@ from starlette.types import Message
 
 from mooncake_mesh.gateway.api import Readiness, TokenEvent, TokenRequest
 from mooncake_mesh.gateway.completion import CompletionLimits, Completions
+from mooncake_mesh.gateway.doorkeeper import Doorkeeper
 from mooncake_mesh.gateway.http import HttpLimits, create_app
 from mooncake_mesh.gateway.metrics import DoorMetrics
 from mooncake_mesh.gateway.tokenizer import BYTE_EOS, ByteTokenizer
@@ -135,12 +136,24 @@ class Gateway:
     """The doors over one ScriptedMesh."""
 
     def __init__(
-        self, script: Script, *, limits: CompletionLimits | None = None, http: HttpLimits | None = None
+        self,
+        script: Script,
+        *,
+        limits: CompletionLimits | None = None,
+        http: HttpLimits | None = None,
+        doorkeeper: Doorkeeper | None = None,
     ) -> None:
         self.mesh = ScriptedMesh(script)
         self.metrics = DoorMetrics(CollectorRegistry())
-        self.completions = Completions(self.mesh, {MODEL: ByteTokenizer()}, self.metrics, limits or CompletionLimits())
-        self.app: Starlette = create_app(self.mesh, self.completions, self.metrics, http or HttpLimits())
+        self.completions = Completions(
+            self.mesh,
+            {MODEL: ByteTokenizer()},
+            self.metrics,
+            limits or CompletionLimits(),
+            None if doorkeeper is None else doorkeeper.rates,
+        )
+        keeper = doorkeeper or Doorkeeper(None)
+        self.app: Starlette = create_app(self.mesh, self.completions, self.metrics, http or HttpLimits(), keeper)
 
     def outcome(self, endpoint: str, outcome: str) -> float:
         """How many requests of *endpoint* ended so."""

@@ -104,7 +104,7 @@ def test_the_clairvoyant_order_is_what_it_evicts() -> None:
     requests = requests_of("ab", "c", "d", "ab", "c")
     policy = ClairvoyantEviction(requests)
     replay(requests[:3], 4, policy)
-    order = policy.order()
+    order = list(policy.order())
     assert len(order) == len(policy) == 4
     assert [policy.evict() for _ in order] == order
 

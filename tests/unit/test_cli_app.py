@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import structlog
 
 from mooncake_mesh import telemetry
 from mooncake_mesh.cli import roles, up
@@ -93,7 +94,7 @@ def test_role_gets_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failure_of_a_service_is_an_exit_code(
     error: Exception, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(_: object) -> int:
+    def fail(*_: object) -> int:
         raise error
 
     monkeypatch.setattr(runtime, "main", fail)
@@ -101,6 +102,24 @@ def test_failure_of_a_service_is_an_exit_code(
     monkeypatch.setattr(importlib, "import_module", lambda name: name)
     assert roles.run("gateway", GatewayConfig()) == code
     assert capsys.readouterr().err == line
+
+
+def test_a_folder_without_keys_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(telemetry, "configure", lambda *_: None)
+    assert roles.run("gateway", GatewayConfig(keys=tmp_path)) == 2
+    assert "keys: cannot read a key from" in capsys.readouterr().err
+
+
+def test_a_bind_without_keys_is_warned_of_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "configure", lambda *_: None)
+    monkeypatch.setattr(runtime, "main", lambda *_: 0)
+    with structlog.testing.capture_logs() as logs:
+        assert roles.run("gateway", GatewayConfig(host="0.0.0.0", allow_insecure_bind=True)) == 0
+        assert roles.run("gateway", GatewayConfig()) == 0
+    (line,) = [line for line in logs if line["event"] == "insecure_bind"]
+    assert (line["log_level"], line["addresses"]) == ("warning", ["host=0.0.0.0"])
 
 
 def test_command_line_imports_nothing_heavy() -> None:

@@ -33,7 +33,7 @@ class ScriptedClient:
     asked: ClassVar[list[dict[str, Any]]] = []
     closed_early: ClassVar[int] = 0
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keys: object = None) -> None:
         self.endpoint = endpoint
 
     async def __aenter__(self) -> Self:

@@ -8,7 +8,7 @@ import pytest
 
 from mooncake_mesh.cli import doctor
 from mooncake_mesh.cli.checkup import Facts, Finding, Verdict, examine
-from mooncake_mesh.config import DoctorConfig, TransportKind
+from mooncake_mesh.config import DoctorConfig, PagesKind, TransportKind
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.messenger.transports.rdma.devices import read_devices
 from tests.unit.rdma_sysfs import LINK_LOCAL, V2, add_device, add_numa_node, mapped
@@ -24,6 +24,7 @@ def fit(tmp_path: Path) -> Facts:
         available_bytes=8 * GiB,
         shm_bytes=4 * GiB,
         huge_pages="advise",
+        free_huge_pages=0,
         memlock_bytes=None,
         numa_nodes=1,
         devices=read_devices(tmp_path),
@@ -32,9 +33,12 @@ def fit(tmp_path: Path) -> Facts:
 
 
 def findings(
-    facts: Facts, transport: TransportKind = TransportKind.RDMA, rdma: RdmaConfig | None = None
+    facts: Facts,
+    transport: TransportKind = TransportKind.RDMA,
+    rdma: RdmaConfig | None = None,
+    pages: PagesKind = PagesKind.AUTO,
 ) -> dict[str, Finding]:
-    report = examine(facts, transport=transport, arena_bytes=1 * GiB, rdma=rdma or RdmaConfig())
+    report = examine(facts, transport=transport, arena_bytes=1 * GiB, pages=pages, rdma=rdma or RdmaConfig())
     return {finding.subject: finding for finding in report}
 
 
@@ -67,10 +71,26 @@ def test_what_only_rdma_needs_is_a_hint_for_others(fit: Facts, lack: dict[str, o
 
 
 @pytest.mark.parametrize(
-    ("policy", "verdict"), [(None, Verdict.HINT), ("never", Verdict.HINT), ("always", Verdict.GOOD)]
+    ("pages", "policy", "free", "verdict", "remedy"),
+    [
+        (PagesKind.AUTO, None, 0, Verdict.HINT, "vm.nr_hugepages=512"),
+        (PagesKind.AUTO, "never", 511, Verdict.HINT, "shmem_enabled"),
+        (PagesKind.AUTO, "never", 512, Verdict.GOOD, ""),
+        (PagesKind.AUTO, "always", 0, Verdict.GOOD, ""),
+        (PagesKind.HUGETLB, "always", 511, Verdict.PROBLEM, "vm.nr_hugepages=512"),
+        (PagesKind.HUGETLB, "never", 512, Verdict.GOOD, ""),
+        (PagesKind.TRANSPARENT, "never", 512, Verdict.PROBLEM, "echo advise"),
+        (PagesKind.TRANSPARENT, "advise", 0, Verdict.GOOD, ""),
+        (PagesKind.SMALL, None, 0, Verdict.GOOD, ""),
+    ],
 )
-def test_huge_pages_are_never_more_than_a_hint(fit: Facts, policy: str | None, verdict: Verdict) -> None:
-    assert findings(replace(fit, huge_pages=policy))["huge pages"].verdict is verdict
+def test_a_lack_of_large_pages_is_a_problem_only_where_they_are_asked_for_by_name(
+    fit: Facts, pages: PagesKind, policy: str | None, free: int, verdict: Verdict, remedy: str
+) -> None:
+    finding = findings(replace(fit, huge_pages=policy, free_huge_pages=free), pages=pages)["2 MiB pages"]
+    assert finding.verdict is verdict
+    assert remedy in finding.remedy
+    assert bool(finding.remedy) == (verdict is not Verdict.GOOD)
 
 
 def test_several_numa_nodes_are_worth_a_hint(fit: Facts) -> None:
@@ -92,11 +112,16 @@ def test_a_machine_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     pages = tmp_path / "kernel/mm/transparent_hugepage"
     pages.mkdir(parents=True)
     (pages / "shmem_enabled").write_text("always within_size advise [never] deny force\n")
+    reserved = tmp_path / "kernel/mm/hugepages/hugepages-2048kB"
+    reserved.mkdir(parents=True)
+    (reserved / "free_hugepages").write_text("7\n")
+    (reserved / "resv_hugepages").write_text("2\n")
     for number in (0, 1):
         add_numa_node(tmp_path, number, "0")
     add_device(tmp_path, "mlx5_0", {})
     facts = doctor.probe(sysfs=tmp_path, proc=tmp_path, shm=tmp_path)
     assert (facts.available_bytes, facts.huge_pages, facts.numa_nodes) == (2 << 20, "never", 2)
+    assert facts.free_huge_pages == 5
     assert [device.name for device in facts.devices] == ["mlx5_0"]
     assert facts.shm_bytes > 0
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -44,6 +45,7 @@ def _shown(report: StatusReport) -> list[list[str]]:
 
 def test_table() -> None:
     pool = Load(blocks_total=100, blocks_free=60, blocks_cached=30, ssd_blocks=7, ssd_slots=50, transports="shm,tcp")
+    pool = replace(pool, pages="hugetlb")
     lines = _shown(
         _report(
             _member(Role.MESSENGER, "messenger0", pool),
@@ -53,10 +55,10 @@ def test_table() -> None:
         )
     )
     assert lines[1:] == [
-        ["gateway", "gateway0", "node0", "alive", "0", "2", "-", "-", "-", "-", "-"],
-        ["prefill", "prefill0", "node0", "draining", "0", "0", "-", "-", "-", "-", "-"],
-        ["prefill", "prefill1", "node0", "suspect", "3", "1", "-", "-", "-", "-", "-"],
-        ["messenger", "messenger0", "node0", "alive", "-", "-", "60", "30", "100", "7/50", "shm,tcp"],
+        ["gateway", "gateway0", "node0", "alive", "0", "2", "-", "-", "-", "-", "-", "-"],
+        ["prefill", "prefill0", "node0", "draining", "0", "0", "-", "-", "-", "-", "-", "-"],
+        ["prefill", "prefill1", "node0", "suspect", "3", "1", "-", "-", "-", "-", "-", "-"],
+        ["messenger", "messenger0", "node0", "alive", "-", "-", "60", "30", "100", "7/50", "shm,tcp", "hugetlb"],
         ["healthy:", "up", "61", "s,", "5", "placed,", "1", "rejected"],
     ]
 
@@ -80,7 +82,7 @@ class ScriptedRpc:
 
     answer: StatusReport | Exception
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keys: object = None) -> None:
         pass
 
     async def __aenter__(self) -> "ScriptedRpc":

@@ -128,6 +128,13 @@ def test_reachable_http_passes_the_consent_on() -> None:
     assert config.host == "0.0.0.0"
 
 
+def test_keys_are_everybody_s() -> None:
+    up = UpConfig(host="0.0.0.0", keys=Path("keys"), share_cache_across_tenants=True)
+    configs = _loaded(plan_mesh(up, RUN_DIR, 8000))
+    assert {config.keys for config in configs.values()} == {Path("keys").absolute()}  # type: ignore[union-attr]
+    assert configs["gateway0"].share_cache_across_tenants  # type: ignore[union-attr]
+
+
 def test_long_folder_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^run_dir: the path of a socket has at most 107 bytes"):
         plan_mesh(UpConfig(), Path("/tmp/" + "x" * 100), 8000)

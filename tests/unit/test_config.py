@@ -1,6 +1,7 @@
 """What the role classes accept, and that what they refuse is named."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from mooncake_mesh.config import (
     PrefillConfig,
     UpConfig,
 )
+from mooncake_mesh.config_checks import exposed
 
 
 @pytest.mark.parametrize("cls", SECTIONS.values())
@@ -81,16 +83,25 @@ def test_unchunked_prefill_is_allowed() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.7", "::", "gateway.example", ""])
 def test_reachable_http_address_needs_consent(host: str) -> None:
-    with pytest.raises(ValueError, match=r"^host: .*CURVE"):
+    with pytest.raises(ValueError, match=r"^host: .*keys"):
         GatewayConfig(host=host)
     assert GatewayConfig(host=host, allow_insecure_bind=True).host == host
+    assert GatewayConfig(host=host, keys=Path("keys")).host == host
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:7710", "tcp://0.0.0.0:7710", "tcp://[::]:7710", "tcp://eth0:7710"])
 def test_reachable_endpoint_needs_consent(endpoint: str) -> None:
-    with pytest.raises(ValueError, match=r"^bind: .*CURVE"):
+    with pytest.raises(ValueError, match=r"^bind: .*keys"):
         DecodeConfig(bind=endpoint)
     assert DecodeConfig(bind=endpoint, allow_insecure_bind=True).bind == endpoint
+    assert DecodeConfig(bind=endpoint, keys=Path("keys")).bind == endpoint
+
+
+def test_exposed_addresses_are_named() -> None:
+    gateway = GatewayConfig(host="0.0.0.0", stream_bind="tcp://10.0.0.5:1", allow_insecure_bind=True)
+    assert exposed(gateway) == ["stream_bind=tcp://10.0.0.5:1", "host=0.0.0.0"]
+    assert exposed(MessengerConfig(data_host="::", allow_insecure_bind=True)) == ["data_host=::"]
+    assert exposed(ConductorConfig()) == []
 
 
 @pytest.mark.parametrize(
@@ -111,5 +122,5 @@ def test_longest_socket_path_fits() -> None:
 
 
 def test_messenger_data_address_needs_consent() -> None:
-    with pytest.raises(ValueError, match=r"^data_host: .*CURVE"):
+    with pytest.raises(ValueError, match=r"^data_host: .*keys"):
         MessengerConfig(data_host="10.0.0.5")

@@ -242,7 +242,7 @@ def test_blocks_freed_from_outside_are_remembered_within_the_bound() -> None:
     pool, policy = pool_of(8, remembered=10)
     for i in range(200):
         ask(pool, [f"a{i}", "b"])
-        for block in policy.order():
+        for block in list(policy.order()):
             pool.evict(block)
     assert len(policy) == 0
     assert len(policy._known) <= 10 + 4
@@ -271,7 +271,7 @@ def test_nothing_used_is_nothing_learned() -> None:
     policy = ReuseEviction()
     policy.use([])
     assert len(policy) == 0
-    assert policy.order() == []
+    assert list(policy.order()) == []
 
 
 def test_the_order_is_the_same_in_every_run() -> None:
@@ -281,7 +281,7 @@ def test_the_order_is_the_same_in_every_run() -> None:
         pool, policy = pool_of(60)
         for _ in range(400):
             ask(pool, [draw.choice("abc") for _ in range(draw.randint(1, 7))])
-        orders.append(policy.order())
+        orders.append(list(policy.order()))
         assert [policy.evict() for _ in range(len(policy))] == orders[-1]
     assert orders[0] == orders[1]
 
@@ -308,6 +308,6 @@ def test_history_names_the_block_that_is_inserted() -> None:
     policy.use([key("a"), key("b")])
     policy.insert(BlockId(7), BlockHistory(key=key("b"), uses=1, depth=1))
     policy.insert(BlockId(3), BlockHistory(key=key("a"), uses=1))
-    assert policy.order() == [7, 3]
+    assert list(policy.order()) == [7, 3]
     policy.remove(BlockId(7))
     assert [policy.evict(), len(policy)] == [3, 0]

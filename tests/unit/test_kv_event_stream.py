@@ -146,11 +146,25 @@ def test_a_bad_batch_changes_nothing(index: PrefixIndex, first_seq: int, bad_key
     assert (index.entries, feed.next_seq) == (0, 1)
 
 
-@pytest.mark.parametrize(("seq", "keys", "path"), [(-1, b"", "seq"), (3, b"x" * 17, "keys")])
-def test_a_bad_snapshot_changes_nothing(index: PrefixIndex, seq: int, keys: bytes, path: str) -> None:
+def test_a_snapshot_tells_what_is_on_ssd_only(index: PrefixIndex) -> None:
+    feed = NodeFeed(index, NODE, NOW)
+    log = log_of("+a", "+b", "+c")
+    feed.snapshot(log.snapshot([key("a")], [key("b"), key("c")]))
+    chain = [key("a"), key("b"), key("c")]
+    assert index.ssd_starts(chain, index.prefix_blocks(chain)) == {NODE: 1}
+    log.append([PoolEvent(change=KvChange.STORED, key=key("b"))])
+    feed.feed(batch(log, 4))
+    assert index.ssd_starts(chain, index.prefix_blocks(chain)) == {NODE: 2}, "b is in the arena again"
+
+
+@pytest.mark.parametrize(
+    ("seq", "keys", "ssd_keys", "path"),
+    [(-1, b"", 0, "seq"), (3, b"x" * 17, 0, "keys"), (3, b"x" * 16, 2, "ssd_keys"), (3, b"x" * 16, -1, "ssd_keys")],
+)
+def test_a_bad_snapshot_changes_nothing(index: PrefixIndex, seq: int, keys: bytes, ssd_keys: int, path: str) -> None:
     feed = NodeFeed(index, NODE, NOW)
     feed.feed(batch(log_of("+a"), 1))
     with pytest.raises(MalformedMessage) as caught:
-        feed.snapshot(KvSnapshot(node_id=NODE, incarnation=NOW, seq=seq, keys=keys))
+        feed.snapshot(KvSnapshot(node_id=NODE, incarnation=NOW, seq=seq, keys=keys, ssd_keys=ssd_keys))
     assert caught.value.path == path
     assert (known(index, "a"), feed.next_seq) == ("a", 2)

@@ -14,7 +14,8 @@ import pytest
 
 from mooncake_mesh.errors import MeshError, PeerUnreachable
 from mooncake_mesh.mesh import arena as arenas
-from mooncake_mesh.mesh.arena import Arena, ArenaServer, Holder, borrow_to_read, borrow_to_write
+from mooncake_mesh.mesh.arena import ArenaServer, Holder, borrow_to_read, borrow_to_write
+from mooncake_mesh.mesh.arena_memory import Arena
 from mooncake_proto.ids import Incarnation, InstanceId, new_incarnation
 from tests.unit.mesh_doubles import Run, on_both_loops, soon, until
 

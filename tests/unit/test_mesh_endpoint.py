@@ -8,7 +8,8 @@ import pytest
 import zmq
 
 from mooncake_mesh.errors import MeshError, PeerUnreachable
-from mooncake_mesh.mesh.endpoint import Channel, Dealer, Link, Publisher, router, subscriber
+from mooncake_mesh.mesh.connecting import Dealer, Link, subscriber
+from mooncake_mesh.mesh.endpoint import Channel, Publisher, router
 from tests.unit.mesh_doubles import ANY_PORT, Run, on_both_loops, soon, until
 
 pytestmark = on_both_loops

@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from mooncake_mesh.errors import Refused
-from mooncake_mesh.mesh.arena import Arena, ArenaServer, Holder
+from mooncake_mesh.mesh.arena import ArenaServer, Holder
+from mooncake_mesh.mesh.arena_memory import Arena
 from mooncake_mesh.mesh.node_arena import NodeArena
 from mooncake_mesh.mesh.rpc import Caller, RpcClient
 from mooncake_proto.ids import InstanceId, NodeId, new_incarnation

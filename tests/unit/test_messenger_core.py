@@ -289,6 +289,29 @@ def test_a_push_of_nothing_holds_nothing(core: MessengerCore) -> None:
     assert core.n_jobs == 0
 
 
+def test_a_landing_whose_sender_gave_up_before_fails_as_it_is_opened(core: MessengerCore) -> None:
+    """The abort comes from the sender's node, the request for blocks from a worker of this one: either may be first."""
+    assert core.give_up(TransferId("t"), "the sender's job was released") is None
+    got(core, want("j", 2, A, landing="t"))
+    landing = core.landing(TransferId("t"))
+    assert landing is not None
+    assert (landing.state, landing.failure) == (LandingState.FAILED, "the sender's job was released")
+    core.release(JobId("j"), "done")
+    got(core, want("k", 2, A, landing="t"))
+    again = core.landing(TransferId("t"))
+    assert again is not None
+    assert again.state is LandingState.OPEN, "an abort counts once"
+
+
+def test_aborts_that_nobody_waits_for_are_forgotten(core: MessengerCore) -> None:
+    for number in range(2000):
+        core.give_up(TransferId(f"t{number}"), "why")
+    got(core, want("j", 1, landing="t0"))
+    got(core, want("k", 1, landing="t1999"))
+    states = [core.landing(TransferId(name)).state for name in ("t0", "t1999")]  # type: ignore[union-attr]
+    assert states == [LandingState.OPEN, LandingState.FAILED]
+
+
 # --- sending ----------------------------------------------------------------------------------------------------------
 
 

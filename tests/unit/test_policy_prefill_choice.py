@@ -38,13 +38,17 @@ def view(name: str, *, busy_s: float = 0.0, jobs: int = 0, factor: float = 1.0) 
     )
 
 
-def request(prompt_tokens: int = 161, number: int = 0, **prefix_blocks: int) -> RequestShape:
+def request(
+    prompt_tokens: int = 161, number: int = 0, ssd: dict[str, int] | None = None, **prefix_blocks: int
+) -> RequestShape:
+    """*ssd*: from which block on a node has to read."""
     return RequestShape(
         prompt_tokens=prompt_tokens,
         max_new_tokens=32,
         block_tokens=16,
         block_bytes=1_000_000,
         prefix_blocks={NodeId(node): blocks for node, blocks in prefix_blocks.items()},
+        ssd_starts={NodeId(node): start for node, start in (ssd or {}).items()},
         draw=number,
     )
 
@@ -56,10 +60,19 @@ def chosen(
     *,
     threshold: float = 2.0,
     waits: dict[str, float] | None = None,
+    disks: dict[str, float] | None = None,
+    rates: dict[str, float] | None = None,
     cost: LinearCost = COST,
 ) -> PrefillChoice:
-    egress = {NodeId(node): wait_s for node, wait_s in (waits or {}).items()}
-    cluster = ClusterView(prefill=tuple(pool), decode=(), now_s=100.0, egress_wait_s=egress)
+    """*disks*: how long each is taken; *rates*: bytes per second that were measured."""
+    cluster = ClusterView(
+        prefill=tuple(pool),
+        decode=(),
+        now_s=100.0,
+        egress_wait_s={NodeId(node): wait_s for node, wait_s in (waits or {}).items()},
+        disk_wait_s={NodeId(node): wait_s for node, wait_s in (disks or {}).items()},
+        disk_bytes_per_s={NodeId(node): rate for node, rate in (rates or {}).items()},
+    )
     return PREFILL_POLICIES[kind](shape, pool, cluster, Estimates(shape, cluster, cost), threshold)
 
 
@@ -178,8 +191,65 @@ def test_adaptive_takes_a_shorter_prefix_from_an_idle_node_when_the_longest_one_
 def test_only_sources_that_are_longer_or_sooner_are_looked_at() -> None:
     shape = request(a=3, b=5, c=5, d=8, e=99)
     waits = {NodeId(node): wait_s for node, wait_s in {"a": 0.0, "b": 0.2, "c": 0.1, "d": 0.1, "e": 0.4}.items()}
-    found = sources(shape, ClusterView(prefill=(), decode=(), egress_wait_s=waits))
+    cluster = ClusterView(prefill=(), decode=(), egress_wait_s=waits)
+    found = sources(cluster, Estimates(shape, cluster, COST))
     assert [(source.node, source.blocks) for source in found] == [("e", 10), ("d", 8), ("a", 3)]
+
+
+# --- what has to be read first ----------------------------------------------------------------------------------------
+
+
+def read(choice: PrefillChoice) -> tuple[str | None, int, int | None]:
+    return (choice.read_node, choice.read_blocks, choice.read_limit_blocks)
+
+
+@pytest.mark.parametrize("kind", list(PlacementKind))
+def test_a_disk_is_read_where_that_is_quicker_than_computing(kind: PlacementKind) -> None:
+    """A block is computed in 0.16 s, and read in 0.04 s or in 0.32 s."""
+    shape = request(n0=10, ssd={"n0": 4})
+    quick = chosen(kind, shape, [view("p0")], rates={"n0": 25e6})
+    assert (quick.local_blocks, *read(quick)) == (10, "n0", 6, None)
+    assert quick.ttft_s == pytest.approx(6 * 0.04 + 0.01)
+    slow = chosen(kind, shape, [view("p0")], rates={"n0": 3.125e6})
+    assert (slow.local_blocks, *read(slow)) == (4, None, 0, 4)
+    assert slow.ttft_s == pytest.approx(0.01 + 6 * 0.16)
+
+
+def test_a_disk_that_nobody_measured_is_priced_by_the_model() -> None:
+    choice = chosen(PlacementKind.LOCAL, request(n0=10, ssd={"n0": 0}), [view("p0")])
+    assert choice.ttft_s == pytest.approx(0.0005 + 10 * 0.001 + 0.01)
+
+
+def test_reading_goes_on_while_the_request_waits_for_its_turn() -> None:
+    shape = request(n0=10, ssd={"n0": 4})
+    choice = chosen(PlacementKind.LOCAL, shape, [view("p0", busy_s=1.0)], rates={"n0": 12e6})
+    assert choice.ttft_s == pytest.approx(1.0 + 0.01), "half a second of reading costs nothing"
+    assert read(choice) == ("n0", 6, None)
+
+
+def test_a_disk_with_much_to_read_is_left_alone() -> None:
+    shape = request(n0=10, ssd={"n0": 4})
+    rates = {"n0": 25e6}
+    assert read(chosen(PlacementKind.LOCAL, shape, [view("p0")], rates=rates, disks={"n0": 0.5}))[0] == "n0"
+    assert read(chosen(PlacementKind.LOCAL, shape, [view("p0")], rates=rates, disks={"n0": 5.0})) == (None, 0, 4)
+
+
+def test_memory_of_another_node_is_preferred_to_a_slow_disk_of_ones_own() -> None:
+    shape = request(n0=10, n9=10, ssd={"n0": 4})
+    choice = chosen(PlacementKind.ADAPTIVE, shape, [view("p0")], rates={"n0": 25e6})
+    assert said(choice) == ("p0", 4, "n9", 10)
+    assert read(choice) == (None, 0, 4), "or the messenger would read instead of copying"
+    assert choice.ttft_s == pytest.approx(6 * 0.01 + 0.01)
+    assert said(chosen(PlacementKind.ADAPTIVE, shape, [view("p0")], rates={"n0": 1e9})) == ("p0", 10, None, 0)
+
+
+def test_another_nodes_disk_is_read_before_it_is_copied_from() -> None:
+    shape = request(n9=10, ssd={"n9": 4})
+    choice = chosen(PlacementKind.ADAPTIVE, shape, [view("p0")], rates={"n9": 25e6})
+    assert (said(choice), read(choice)) == (("p0", 0, "n9", 10), ("n9", 6, None))
+    assert choice.ttft_s == pytest.approx(6 * 0.04 + 10 * 0.01 + 0.01)
+    slow = chosen(PlacementKind.ADAPTIVE, shape, [view("p0")], rates={"n9": 1e6})
+    assert (said(slow), read(slow)) == (("p0", 0, "n9", 4), (None, 0, None)), "only what is in its memory"
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -213,10 +283,19 @@ held = st.dictionaries(st.sampled_from(["n0", "n1", "n2", "n9"]), st.integers(0,
 links = st.dictionaries(st.sampled_from(["n0", "n1", "n9"]), st.sampled_from([0.05, 1.0]), max_size=3)
 
 
-@given(pools, held, links, st.sampled_from([1.0, 1.5, 4.0]))
+@given(pools, held, held, links, links, st.sampled_from([1.0, 1.5, 4.0]))
 def test_no_threshold_and_no_other_policy_expects_a_sooner_first_token_than_adaptive(
-    pool: list[InstanceView], prefix: dict[str, int], waits: dict[str, float], threshold: float
+    pool: list[InstanceView],
+    prefix: dict[str, int],
+    ssd: dict[str, int],
+    waits: dict[str, float],
+    disks: dict[str, float],
+    threshold: float,
 ) -> None:
-    best = chosen(PlacementKind.ADAPTIVE, request(**prefix), pool, waits=waits).ttft_s
-    for kind in PlacementKind:
-        assert best <= chosen(kind, request(**prefix), pool, waits=waits, threshold=threshold).ttft_s + 1e-9
+    shape, rates = request(ssd=ssd, **prefix), {"n0": 5e6, "n9": 1e8}
+
+    def choice(kind: PlacementKind) -> PrefillChoice:
+        return chosen(kind, shape, pool, waits=waits, disks=disks, rates=rates, threshold=threshold)
+
+    best = choice(PlacementKind.ADAPTIVE).ttft_s
+    assert all(best <= choice(kind).ttft_s + 1e-9 for kind in PlacementKind)

@@ -114,6 +114,19 @@ def test_content_is_withheld(log_format: LogFormat) -> None:
 
 
 @pytest.mark.parametrize("log_format", list(LogFormat))
+def test_nobody_outside_writes_lines_of_a_log(log_format: LogFormat) -> None:
+    out = _configured(log_format)
+    structlog.get_logger().info(
+        "client_gone", path="/x\n2026 fake\r\x1b[31mred\x9b\u2028\udcff äö", instance_id="i" * 9000
+    )
+    text = out.getvalue()
+    assert text.count("\n") == 1
+    assert "äö" in text
+    assert not {"\r", "\x1b", "\x9b", "\u2028", "\udcff"} & set(text)
+    assert len(text) < 3000
+
+
+@pytest.mark.parametrize("log_format", list(LogFormat))
 def test_traceback_shows_no_local_variables(log_format: LogFormat) -> None:
     out = _configured(log_format)
 

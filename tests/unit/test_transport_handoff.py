@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from mooncake_mesh.errors import SliceLost, TransferError
-from mooncake_mesh.mesh.arena import Arena
+from mooncake_mesh.mesh.arena_memory import Arena
 from mooncake_mesh.messenger.transports.api import LinkLost
 from mooncake_mesh.messenger.transports.handoff import MAX_BLOCKS, Generations, Handed, HandOffOwner, HandOffReader
 

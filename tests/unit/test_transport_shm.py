@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mooncake_mesh.errors import ChecksumMismatch
-from mooncake_mesh.mesh.arena import Arena
+from mooncake_mesh.mesh.arena_memory import Arena
 from mooncake_mesh.messenger.transports import frames
 from mooncake_mesh.messenger.transports.api import LinkLost, SealedSlice, SliceRefused
 from mooncake_mesh.messenger.transports.frames import Carriage, Hello, Kind, Verdict

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from mooncake_mesh.errors import ChecksumMismatch, SliceLost, TransferError
-from mooncake_mesh.messenger.transports import frames
+from mooncake_mesh.messenger.transports import door, frames, link_auth
 from mooncake_mesh.messenger.transports.api import LinkLost, SealedSlice, SliceRefused
-from mooncake_mesh.messenger.transports.frames import Carriage, Verdict
+from mooncake_mesh.messenger.transports.frames import Carriage, Hello, Kind, Verdict
 from mooncake_mesh.messenger.transports.outbound import WINDOW_FRAMES
 from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
 from mooncake_mesh.messenger.transports.streams import receive_exactly
@@ -19,6 +19,7 @@ from mooncake_mesh.messenger.transports.windows import slot_slice
 from tests.unit.transport_doubles import HOST, HandMadeReceiver, HandMadeSender, RecordingWindows, Relay, tcp_pair
 
 MiB = 1 << 20
+SECRET = bytes(range(32))
 
 
 def _slices(memory: bytearray, slot_bytes: int, n: int, *, seal: bool = True) -> list[SealedSlice]:
@@ -140,12 +141,110 @@ def test_a_stranger_is_shown_the_door(hello: bytes) -> None:
             stranger = socket.create_connection((HOST, pair.listener.port), timeout=10)
             with stranger:
                 stranger.sendall(hello)
-                assert await asyncio.to_thread(_read_to_end, stranger) == b""
+                assert len(await asyncio.to_thread(_read_to_end, stranger)) == link_auth.CHALLENGE_BYTES
             token = pair.windows.open(first_byte=0, slot_bytes=1000, n_slots=1)
             await pair.path(token).send(_slices(pair.source, 1000, 1))
             assert pair.target == pair.source
 
     asyncio.run(run())
+
+
+def test_strangers_who_say_nothing_do_not_keep_a_sender_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_MAX_CONNECTIONS", 4)
+
+    async def run() -> None:
+        async with tcp_pair(1000) as pair:
+            strangers = [socket.create_connection((HOST, pair.listener.port), timeout=10) for _ in range(8)]
+            token = pair.windows.open(first_byte=0, slot_bytes=1000, n_slots=1)
+            await pair.path(token).send(_slices(pair.source, 1000, 1))
+            assert pair.target == pair.source
+            assert pair.listener.n_connections <= 4
+            for stranger in strangers:
+                stranger.close()
+
+    asyncio.run(run())
+
+
+BAD_HELLOS = [
+    Hello(kind=Kind.CONTROL, sender=b"s" * 16, epoch=1, lane=0, n_lanes=0),
+    Hello(kind=Kind.CONTROL, sender=b"s" * 16, epoch=1, lane=3, n_lanes=2),
+    Hello(kind=Kind.LANE, sender=b"a lane, no link!", epoch=1, lane=0, n_lanes=1),
+]
+
+
+@pytest.mark.parametrize("hello", BAD_HELLOS)
+def test_a_bad_hello_opens_nothing_even_with_the_secret(hello: Hello) -> None:
+    async def run() -> None:
+        async with tcp_pair(1000) as pair:
+            with socket.create_connection((HOST, pair.listener.port), timeout=10) as stranger:
+                challenge = await asyncio.to_thread(receive_exactly, stranger, link_auth.CHALLENGE_BYTES)
+                stranger.sendall(link_auth.answer(pair.secret, challenge, hello).said)
+                assert await asyncio.to_thread(_read_to_end, stranger) == b""
+            assert pair.listener.n_connections == 0
+
+    asyncio.run(run())
+
+
+def test_who_does_not_know_the_secret_reads_and_writes_nothing() -> None:
+    """Not with another secret, not with what a sender has said before, and not by taking a sender's link down."""
+
+    async def run() -> None:
+        async with tcp_pair(MiB) as pair:
+            token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
+            stranger = tcp_connections(HOST, pair.listener.port, SECRET, 2)
+            with pytest.raises(TransferError, match="cannot connect"):
+                await LinkPath(stranger, token, memoryview(pair.source)).send(_slices(pair.source, MiB, 1))
+            stranger.close()
+            assert not any(pair.target)
+
+            hello = Hello(kind=Kind.CONTROL, sender=b"s" * 16, epoch=1, lane=0, n_lanes=1)
+            with socket.create_connection((HOST, pair.listener.port), timeout=10) as sender:
+                challenge = await asyncio.to_thread(receive_exactly, sender, link_auth.CHALLENGE_BYTES)
+                answer = link_auth.answer(pair.secret, challenge, hello)
+                sender.sendall(answer.said)
+                welcome = await asyncio.to_thread(receive_exactly, sender, link_auth.WELCOME_BYTES)
+                assert answer.is_welcome(welcome)
+                with socket.create_connection((HOST, pair.listener.port), timeout=10) as replayer:
+                    await asyncio.to_thread(receive_exactly, replayer, link_auth.CHALLENGE_BYTES)
+                    replayer.sendall(answer.said)
+                    assert await asyncio.to_thread(_read_to_end, replayer) == b""
+                assert pair.listener.n_connections == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("impostor", ["silent", "deaf", "wrong"])
+def test_a_sender_sends_nothing_to_who_does_not_know_the_secret(impostor: str) -> None:
+    said: list[bytes] = []
+
+    def pretend(listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                if impostor == "silent":
+                    continue
+                challenge = link_auth.Challenge(SECRET if impostor == "wrong" else bytes(32))
+                connection.sendall(challenge.data)
+                said.append(receive_exactly(connection, link_auth.HELLO_BYTES))
+                connection.sendall(b"\x01" + bytes(link_auth.WELCOME_BYTES - 1))
+                said.append(_read_to_end(connection))
+
+    async def run() -> None:
+        with socket.create_server((HOST, 0)) as listener:
+            thread = threading.Thread(target=pretend, args=(listener,))
+            thread.start()
+            connections = tcp_connections(HOST, listener.getsockname()[1], b"?" * 32, 1)
+            with pytest.raises(TransferError, match="cannot connect"):
+                await connections.link()
+            connections.close()
+            listener.shutdown(socket.SHUT_RDWR)
+            await asyncio.to_thread(thread.join)
+
+    asyncio.run(run())
+    assert all(len(part) in (0, link_auth.HELLO_BYTES) for part in said)
 
 
 def _head(
@@ -169,7 +268,7 @@ def _head(
 def test_a_bad_head_ends_the_link(bad: bytes) -> None:
     async def run() -> None:
         async with tcp_pair(MiB) as pair:
-            sender = await asyncio.to_thread(HandMadeSender, pair.listener.port)
+            sender = await asyncio.to_thread(HandMadeSender, pair)
             sender.control.sendall(bad)
             assert await asyncio.to_thread(_read_to_end, sender.control) == b""
             assert await asyncio.to_thread(_read_to_end, sender.lanes[0]) == b""
@@ -184,7 +283,7 @@ def test_a_sender_that_dies_in_a_frame_leaves_its_writes_over(payload_sent: int)
     async def run() -> None:
         async with tcp_pair(MiB) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
-            sender = await asyncio.to_thread(HandMadeSender, pair.listener.port)
+            sender = await asyncio.to_thread(HandMadeSender, pair)
             sender.control.sendall(_head(token=token) + frames.ENTRY.pack(0, 0, 1, MiB, 0, 0))
             await asyncio.to_thread(sender.lanes[0].sendall, bytes(payload_sent))
             sender.close()
@@ -200,7 +299,7 @@ def test_a_lane_out_of_step_ends_the_link() -> None:
     async def run() -> None:
         async with tcp_pair(MiB) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
-            sender = await asyncio.to_thread(HandMadeSender, pair.listener.port)
+            sender = await asyncio.to_thread(HandMadeSender, pair)
             sender.control.sendall(_head(token=token) + frames.ENTRY.pack(0, 0, 1, MiB, 0, 0))
             await asyncio.to_thread(sender.lanes[0].sendall, bytes(MiB) + frames.TRAILER.pack(9, 1))
             await pair.windows.ended.wait()
@@ -214,7 +313,7 @@ def test_a_given_up_frame_is_reported_as_lost() -> None:
     async def run() -> None:
         async with tcp_pair(MiB) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
-            sender = await asyncio.to_thread(HandMadeSender, pair.listener.port)
+            sender = await asyncio.to_thread(HandMadeSender, pair)
             sender.control.sendall(_head(token=token) + frames.ENTRY.pack(0, 0, 1, MiB, 0, 0))
             await asyncio.to_thread(sender.lanes[0].sendall, bytes(MiB) + frames.TRAILER.pack(0, 0))
             ack = await asyncio.to_thread(receive_exactly, sender.control, frames.ACK.size)
@@ -240,7 +339,7 @@ def test_memory_is_not_read_after_a_cancel(reads_on: bool) -> None:
     async def run() -> None:
         receiver = HandMadeReceiver()
         memory = bytearray(b"\x01") * size
-        connections = tcp_connections(HOST, receiver.port, 1)
+        connections = tcp_connections(HOST, receiver.port, receiver.secret, 1)
         welcome = asyncio.get_running_loop().run_in_executor(None, receiver.welcome, 1)
         path = LinkPath(connections, b"t" * 16, memoryview(memory))
         async with asyncio.TaskGroup() as tasks:
@@ -270,7 +369,7 @@ def test_a_window_of_frames_is_under_way_and_no_more() -> None:
     async def run() -> None:
         receiver = HandMadeReceiver()
         memory = bytearray(100)
-        connections = tcp_connections(HOST, receiver.port, 1)
+        connections = tcp_connections(HOST, receiver.port, receiver.secret, 1)
         welcome = asyncio.get_running_loop().run_in_executor(None, receiver.welcome, 1)
         path = LinkPath(connections, b"t" * 16, memoryview(memory))
         async with asyncio.TaskGroup() as tasks:
@@ -335,9 +434,9 @@ def test_a_receiver_that_restarts_is_reached_again() -> None:
         connections: Connections | None = None
         for _ in range(2):
             windows = RecordingWindows(MiB)
-            listener = TcpListener(HOST, port, memoryview(target), windows)
+            listener = TcpListener(HOST, port, memoryview(target), windows, secret=SECRET)
             port = listener.port
-            connections = connections or tcp_connections(HOST, port, 2)
+            connections = connections or tcp_connections(HOST, port, SECRET, 2)
             token = windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
             target[:] = bytes(MiB)
             await LinkPath(connections, token, memoryview(source)).send(_slices(source, MiB, 1))
@@ -354,7 +453,7 @@ def test_a_receiver_that_is_not_there_is_an_error_and_then_rests() -> None:
         port = gone.getsockname()[1]
 
     async def run() -> None:
-        connections = tcp_connections(HOST, port, 2)
+        connections = tcp_connections(HOST, port, SECRET, 2)
         for _ in range(2):
             with pytest.raises(TransferError, match="cannot connect"):
                 await connections.link()
@@ -369,7 +468,7 @@ def test_a_closed_listener_writes_no_more() -> None:
     async def run() -> None:
         async with tcp_pair(MiB) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
-            sender = await asyncio.to_thread(HandMadeSender, pair.listener.port)
+            sender = await asyncio.to_thread(HandMadeSender, pair)
             sender.control.sendall(_head(token=token) + frames.ENTRY.pack(0, 0, 1, MiB, 0, 0))
             await asyncio.to_thread(sender.lanes[0].sendall, bytes(1000))
             await pair.listener.close()

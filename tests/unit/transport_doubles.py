@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mooncake_mesh.errors import TransferError
 from mooncake_mesh.messenger.landing import Destination
-from mooncake_mesh.messenger.transports import frames
+from mooncake_mesh.messenger.transports import link_auth
 from mooncake_mesh.messenger.transports.frames import Hello, Kind
 from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
 from mooncake_mesh.messenger.transports.streams import receive_exactly
@@ -50,6 +50,7 @@ class Pair:
     windows: RecordingWindows
     listener: TcpListener
     connections: Connections
+    secret: bytes
 
     def path(self, token: bytes) -> LinkPath:
         return LinkPath(self.connections, token, memoryview(self.source))
@@ -60,12 +61,13 @@ async def tcp_pair(size_bytes: int, *, n_lanes: int = 2, via: "Relay | None" = N
     source = bytearray((_PATTERN * (size_bytes // len(_PATTERN) + 1))[:size_bytes])
     target = bytearray(size_bytes)
     windows = RecordingWindows(size_bytes)
-    listener = TcpListener(HOST, 0, memoryview(target), windows)
+    secret = link_auth.new_secret()
+    listener = TcpListener(HOST, 0, memoryview(target), windows, secret=secret)
     if via is not None:
         via.port_behind = listener.port
-    connections = tcp_connections(HOST, via.port if via is not None else listener.port, n_lanes)
+    connections = tcp_connections(HOST, via.port if via is not None else listener.port, secret, n_lanes)
     try:
-        yield Pair(source, target, windows, listener, connections)
+        yield Pair(source, target, windows, listener, connections, secret)
     finally:
         connections.close()
         await listener.close()
@@ -74,16 +76,20 @@ async def tcp_pair(size_bytes: int, *, n_lanes: int = 2, via: "Relay | None" = N
 class HandMadeSender:
     """A sender that says what the test wants. Blocking: call it on a thread."""
 
-    def __init__(self, port: int, *, n_lanes: int = 1) -> None:
-        self._port = port
+    def __init__(self, pair: Pair, *, n_lanes: int = 1) -> None:
+        self._port = pair.listener.port
+        self._secret = pair.secret
         self._n_lanes = n_lanes
         self.control = self._open(Kind.CONTROL, 0)
         self.lanes = [self._open(Kind.LANE, lane) for lane in range(n_lanes)]
 
     def _open(self, kind: Kind, lane: int) -> socket.socket:
         connection = socket.create_connection((HOST, self._port), timeout=10)
-        connection.sendall(Hello(kind=kind, sender=b"s" * 16, epoch=1, lane=lane, n_lanes=self._n_lanes).pack())
-        assert receive_exactly(connection, 1) == frames.WELCOME
+        hello = Hello(kind=kind, sender=b"s" * 16, epoch=1, lane=lane, n_lanes=self._n_lanes)
+        challenge = receive_exactly(connection, link_auth.CHALLENGE_BYTES)
+        answer = link_auth.answer(self._secret, challenge, hello)
+        connection.sendall(answer.said)
+        assert answer.is_welcome(receive_exactly(connection, link_auth.WELCOME_BYTES))
         return connection
 
     def close(self) -> None:
@@ -97,6 +103,7 @@ class HandMadeReceiver:
     def __init__(self) -> None:
         self._listener = socket.create_server((HOST, 0))
         self.port = self._listener.getsockname()[1]
+        self.secret = link_auth.new_secret()
         self.connections: list[socket.socket] = []
 
     def welcome(self, n_lanes: int) -> None:
@@ -104,8 +111,10 @@ class HandMadeReceiver:
             connection, _ = self._listener.accept()
             connection.settimeout(10)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
-            frames.unpack_hello(receive_exactly(connection, frames.HELLO.size))
-            connection.sendall(frames.WELCOME)
+            challenge = link_auth.Challenge(self.secret)
+            connection.sendall(challenge.data)
+            _, welcome = challenge.check(receive_exactly(connection, link_auth.HELLO_BYTES))
+            connection.sendall(welcome)
             self.connections.append(connection)
 
     def close(self) -> None:

@@ -36,7 +36,8 @@ _SUMMARIES: Final = {
 }
 
 _SIMULATE: Final = "simulate"
-"""Runs no process of a mesh: its flags are its own, and no configuration is read for it."""
+_KEYS: Final = "keys"
+"""These two run no process of a mesh: their flags are their own, and no configuration is read for them."""
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
@@ -46,6 +47,10 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         from mooncake_mesh.cli import simulate
 
         return simulate.run(given[1:])
+    if given[:1] == [_KEYS]:
+        from mooncake_mesh.cli import keys
+
+        return keys.run(given[1:])
     arguments = _parser().parse_args(argv)
     name: str = arguments.command
     try:
@@ -75,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".", allow_abbrev=False)
         add_flags(command, SECTIONS[name])
     commands.add_parser(_SIMULATE, help="replay a request trace on a simulated mesh", add_help=False)
+    commands.add_parser(_KEYS, help="make the keys of a mesh, and say who may come in", add_help=False)
     return parser
 
 

@@ -1,7 +1,8 @@
 """``mooncake chat``: a conversation in the terminal, or with lines from a pipe, through the ZeroMQ SDK.
 
 ``/reset`` forgets the conversation, ``/quit`` (or end of input) ends it. Ctrl-C cancels the answer that is being
-written and nothing else.
+written and nothing else. An API key, where the gateway asks for one, comes from the variable MOONCAKE_API_KEY: a flag
+could be read by others.
 """
 
 import asyncio
@@ -121,7 +122,7 @@ async def _ask(config: ChatConfig, messages: list[Message], answer: Answer, writ
     from mooncake_mesh.client import MooncakeClient  # here: the first prompt need not wait for it
 
     async with (
-        MooncakeClient(config.gateway) as client,
+        MooncakeClient(config.gateway, keys=config.keys) as client,
         client.stream_chat(
             messages,
             model=config.model,

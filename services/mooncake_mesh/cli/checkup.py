@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mooncake_mesh.config import TransportKind
+from mooncake_mesh.config import PagesKind, TransportKind
 from mooncake_mesh.config_rdma import RdmaConfig
+from mooncake_mesh.mesh.arena_memory import THP_POLICY, WILLING, huge_pages_of
 from mooncake_mesh.messenger.transports.rdma.devices import Device
 from mooncake_mesh.messenger.transports.rdma.selection import NoUsableNic, choose_nic, choose_nics
 
@@ -33,24 +34,34 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was found out about a machine. ``memlock_bytes`` None: no limit; ``huge_pages``: the kernel's policy."""
+    """What was found out about a machine.
+
+    ``huge_pages``: the kernel's policy for shared memory; ``free_huge_pages``: reserved ones of 2 MiB;
+    ``memlock_bytes`` None: no limit.
+    """
 
     available_bytes: int
     shm_bytes: int
     huge_pages: str | None
+    free_huge_pages: int
     memlock_bytes: int | None
     numa_nodes: int
     devices: tuple[Device, ...]
     verbs_error: str | None
 
 
-def examine(facts: Facts, *, transport: TransportKind, arena_bytes: int, rdma: RdmaConfig) -> list[Finding]:
-    """The report, in order of reading. A lack that concerns RDMA is a problem only where *transport* is rdma."""
+def examine(
+    facts: Facts, *, transport: TransportKind, arena_bytes: int, pages: PagesKind, rdma: RdmaConfig
+) -> list[Finding]:
+    """The report, in order of reading. A lack that concerns RDMA is a problem only where *transport* is rdma.
+
+    A lack of 2 MiB pages is one only where *pages* asks for them by name.
+    """
     grave = Verdict.PROBLEM if transport is TransportKind.RDMA else Verdict.HINT
     return [
         _memory(facts, arena_bytes),
         _shared_memory(facts),
-        _huge_pages(facts),
+        _pages(facts, pages, arena_bytes),
         _numa(facts),
         _memlock(facts, arena_bytes, grave),
         _verbs(facts, grave),
@@ -72,18 +83,34 @@ def _shared_memory(facts: Facts) -> Finding:
     return Finding(subject="shared memory", verdict=Verdict.GOOD, text=text)
 
 
-def _huge_pages(facts: Facts) -> Finding:
-    policy = facts.huge_pages
-    if policy is None:
-        text = "this kernel has none for shared memory; copies are slower"
-        return Finding(subject="huge pages", verdict=Verdict.HINT, text=text)
-    if policy in ("advise", "always", "within_size", "force"):
-        return Finding(subject="huge pages", verdict=Verdict.GOOD, text=f"shared memory gets them ({policy})")
+def _pages(facts: Facts, pages: PagesKind, arena_bytes: int) -> Finding:
+    wanted, free = huge_pages_of(arena_bytes), facts.free_huge_pages
+    is_willing = facts.huge_pages in WILLING
+    reserved = f"{free} reserved ones are free, the arena takes {wanted}"
+    transparent = f"the kernel gives shared memory transparent ones: {facts.huge_pages or 'not supported'}"
+    reserve, allow = f"sudo sysctl vm.nr_hugepages={wanted}", f"echo advise | sudo tee {THP_POLICY}"
+    match pages:
+        case PagesKind.SMALL:
+            return Finding(subject="2 MiB pages", verdict=Verdict.GOOD, text="not asked for")
+        case PagesKind.HUGETLB:
+            return _found("2 MiB pages", free >= wanted, Verdict.PROBLEM, reserved, reserve)
+        case PagesKind.TRANSPARENT:
+            return _found("2 MiB pages", is_willing, Verdict.PROBLEM, transparent, allow)
+        case _:
+            text = reserved if free >= wanted or not is_willing else transparent
+            lack = "" if free >= wanted or is_willing else f"; {transparent}; first touch and copies are slower"
+            return _found(
+                "2 MiB pages", free >= wanted or is_willing, Verdict.HINT, text + lack, f"{reserve}, or {allow}"
+            )
+
+
+def _found(subject: str, is_there: bool, lack: Verdict, text: str, remedy: str) -> Finding:
+    """A finding whose *remedy* is needed only where something is lacking."""
     return Finding(
-        subject="huge pages",
-        verdict=Verdict.HINT,
-        text=f"shared memory gets none ({policy}); copies are slower",
-        remedy="echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+        subject=subject,
+        verdict=Verdict.GOOD if is_there else lack,
+        text=text,
+        remedy="" if is_there else remedy,
     )
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from mooncake_mesh.cli.checkup import Facts, Finding, Verdict, examine
 from mooncake_mesh.config import DoctorConfig
+from mooncake_mesh.mesh.arena_memory import free_huge_pages
 from mooncake_mesh.messenger.transports.rdma.devices import SYSFS, read_devices
 
 _STYLES: Final = {Verdict.GOOD: "green", Verdict.HINT: "yellow", Verdict.PROBLEM: "red"}
@@ -24,7 +25,9 @@ _IMPORT_TIMEOUT_S: Final = 20.0
 
 
 def run(config: DoctorConfig) -> int:
-    findings = examine(probe(), transport=config.transport, arena_bytes=config.arena_bytes, rdma=config.rdma)
+    findings = examine(
+        probe(), transport=config.transport, arena_bytes=config.arena_bytes, pages=config.pages, rdma=config.rdma
+    )
     if config.json:
         lines = [dataclasses.asdict(finding) | {"verdict": finding.verdict.value} for finding in findings]
         sys.stdout.write(json.dumps(lines, ensure_ascii=False, indent=1) + "\n")
@@ -55,6 +58,7 @@ def probe(sysfs: Path = SYSFS, proc: Path = Path("/proc"), shm: Path = Path("/de
         available_bytes=_available_bytes(proc / "meminfo"),
         shm_bytes=_free_bytes(shm),
         huge_pages=_chosen(sysfs / "kernel/mm/transparent_hugepage/shmem_enabled"),
+        free_huge_pages=free_huge_pages(sysfs / "kernel/mm/hugepages/hugepages-2048kB"),
         memlock_bytes=None if is_free else limit,
         numa_nodes=len(list((sysfs / "devices/system/node").glob("node[0-9]*"))),
         devices=read_devices(sysfs),

@@ -3,6 +3,7 @@
 Exit codes: 0 after an orderly stop, 2 when the configuration or the model is refused, 1 for any other failure.
 """
 
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import structlog
 
 from mooncake_mesh import telemetry
 from mooncake_mesh.config import ConductorConfig, DecodeConfig, GatewayConfig, MessengerConfig, PrefillConfig
+from mooncake_mesh.config_checks import exposed
 from mooncake_mesh.errors import ConfigError, ModelError, MooncakeError
 
 ServiceConfig = ConductorConfig | DecodeConfig | GatewayConfig | MessengerConfig | PrefillConfig
@@ -21,11 +23,20 @@ log = structlog.get_logger(__name__)
 def run(role: str, config: ServiceConfig) -> int:
     """Run the service of *role* until SIGTERM or SIGINT."""
     telemetry.configure(role, config.instance_id, config.log_level, config.log_format)
-    from mooncake_mesh.mesh import runtime  # here, so that `mooncake --help` needs no event loop
+    from mooncake_mesh.mesh import key_folder, runtime  # here, so that `mooncake --help` needs no event loop
 
     try:
+        keys = None if config.keys is None else key_folder.load_server(config.keys)
+        if keys is None and (addresses := exposed(config)):
+            log.warning(
+                "insecure_bind",
+                addresses=addresses,
+                danger="anybody who reaches these can read prompts and answers, use the mesh and change its KVCache",
+                remedy="mooncake keys init, and --keys",
+            )
         service = importlib.import_module(f"mooncake_mesh.{role}.service")
-        return runtime.main(lambda lifecycle: service.run(config, lifecycle))
+        gc.freeze()  # modules live as long as the process: no collection, and not its end, has to look through them
+        return runtime.main(lambda lifecycle: service.run(config, lifecycle), keys)
     except Exception as error:  # noqa: BLE001  the process' border: every failure becomes a line and an exit code
         return _failed(role, error)
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from mooncake_mesh.config import StatusConfig
 from mooncake_mesh.errors import MooncakeError
+from mooncake_mesh.mesh import key_folder
 from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_proto.control import Health, Load, MemberState, Role, StatusQuery, StatusReport
 
@@ -32,10 +33,11 @@ def run(config: StatusConfig) -> int:
 
 
 async def _run(config: StatusConfig) -> int:
+    keys = None if config.keys is None else key_folder.load(config.keys)
     console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     while True:
         try:
-            async with RpcClient(config.conductor) as client:
+            async with RpcClient(config.conductor, keys=keys) as client:
                 report = await client.call(StatusQuery(), StatusReport, timeout_s=config.timeout_s)
         except MooncakeError as error:
             sys.stderr.write(f"mooncake status: no answer from the conductor at {config.conductor}: {error}\n")
@@ -66,10 +68,15 @@ def show(report: StatusReport, console: Console) -> None:
         table.add_column(name, no_wrap=True)
     for name in ("queue", "running", "blocks free", "cached", "total", "on ssd"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("transports", no_wrap=True)
+    for name in ("transports", "pages"):
+        table.add_column(name, no_wrap=True)
     for state in sorted(report.cluster.members, key=_sort_key):
         table.add_row(*_row(state))
     console.print(table)
+    for state in report.cluster.members:
+        if any(state.load.tenants):  # without names there is but one tenant, who has all that is in use
+            used = ", ".join(f"{tenant or '(none)'} {blocks}" for tenant, blocks in state.load.tenants.items())
+            console.print(f"blocks of tenants on {state.member.node_id}: {used}", highlight=False)
     facts = f"up {report.uptime_s:.0f} s, {report.placed_total} placed, {report.rejected_total} rejected"
     if report.healthy:
         console.print(f"[green]healthy[/green]: {facts}", highlight=False)
@@ -92,6 +99,7 @@ def _row(state: MemberState) -> tuple[str, ...]:
         *_work(member.role, load),
         *_pool(load),
         load.transports or "-",
+        load.pages or "-",
     )
 
 

@@ -37,9 +37,13 @@ class MeshPlan:
 def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
     """ValueError (``run_dir: …``) where the folder's path is too long for sockets."""
     conductor, sdk = _ipc(run_dir, "conductor"), _ipc(run_dir, "sdk")
-    logs = {"log_level": config.log_level, "log_format": config.log_format}
+    shared: dict[str, Any] = {"log_level": config.log_level, "log_format": config.log_format}
+    if config.keys is not None:
+        shared["keys"] = config.keys.absolute()
     children = [
-        _child("conductor", "conductor", StopStage.CONDUCTOR, bind=conductor, publish=_ipc(run_dir, "cluster"), **logs),
+        _child(
+            "conductor", "conductor", StopStage.CONDUCTOR, bind=conductor, publish=_ipc(run_dir, "cluster"), **shared
+        ),
         _child(
             "gateway",
             "gateway0",
@@ -51,8 +55,9 @@ def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
             conductor=conductor,
             engine=config.engine,
             model=config.model,
+            share_cache_across_tenants=config.share_cache_across_tenants,
             allow_insecure_bind=config.allow_insecure_bind,
-            **logs,
+            **shared,
         ),
     ]
     for number, (role, count) in enumerate((("prefill", config.prefill), ("decode", config.decode))):
@@ -66,13 +71,14 @@ def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
                 bind=messenger,
                 run_dir=run_dir,
                 arena_bytes=config.arena_bytes,
+                pages=config.pages,
                 transport=config.transport,
                 **_ssd(config, node["node_id"]),
                 **node,
-                **logs,
+                **shared,
             )
         )
-        worker = {"messenger": messenger, **node, **_engine(config), **logs}
+        worker = {"messenger": messenger, **node, **_engine(config), **shared}
         if role == "prefill":
             worker["chunk_tokens"] = config.chunk_tokens
         names = [f"{role}{index}" for index in range(count)]

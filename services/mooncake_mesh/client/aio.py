@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, Unpack
 
 from mooncake_mesh.client.answers import (
@@ -20,6 +22,7 @@ from mooncake_mesh.client.failures import error_of
 from mooncake_mesh.client.options import ChatOptions, CompletionOptions, Message
 from mooncake_mesh.client.timeouts import Timeouts
 from mooncake_mesh.errors import Aborted, InvalidRequest, Rejected, RemoteFailure
+from mooncake_mesh.mesh import key_folder
 from mooncake_mesh.mesh.rpc import ReplyStream, RpcClient
 from mooncake_proto.client import (
     Cancel,
@@ -38,6 +41,7 @@ from mooncake_proto.errors import WireError
 DEFAULT_ENDPOINT: Final = "tcp://127.0.0.1:7710"
 """Where a gateway listens for SDK clients unless told otherwise."""
 
+API_KEY_VARIABLE: Final = "MOONCAKE_API_KEY"
 MAX_UNREAD_CHUNKS: Final = 4096
 _NO_MODEL_RETRY_AFTER_S: Final = 1.0
 
@@ -129,16 +133,28 @@ class MooncakeClient:
     Options are those of OpenAI's endpoints. Without *model* the one that the gateway serves is asked. A gateway that
     dies fails what was open with PeerUnreachable, at once; later calls reach its next life.
 
-    Raises (from every call): PeerUnreachable, CallTimeout; from requests also Rejected (``retry_after_s`` says when to
-    come back), Draining, InvalidRequest (``param`` names the field) with ModelNotFound and TooLong, DeadlineExceeded,
-    Aborted, SlowReader; WireError for a gateway of another version; MeshError for an address ZeroMQ does not take.
-    All are MooncakeError and have ``code`` and ``retryable``.
+    *api_key* is the variable MOONCAKE_API_KEY unless given. *keys* is the folder that ``mooncake keys issue`` made for
+    this client, for a gateway with keys on another machine (docs/security.md); ConfigError where it is not in order.
+
+    Raises (from every call): PeerUnreachable (KeyRefused: see *keys*), CallTimeout, InvalidApiKey; from requests also
+    Rejected (``retry_after_s`` says when to come back), Draining, InvalidRequest (``param`` names the field) with
+    ModelNotFound and TooLong, DeadlineExceeded, Aborted, SlowReader; WireError for a gateway of another version;
+    MeshError for an address ZeroMQ does not take. All are MooncakeError and have ``code`` and ``retryable``.
     """
 
-    def __init__(self, endpoint: str = DEFAULT_ENDPOINT, *, timeouts: Timeouts | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str = DEFAULT_ENDPOINT,
+        *,
+        timeouts: Timeouts | None = None,
+        api_key: str | None = None,
+        keys: "str | os.PathLike[str] | None" = None,
+    ) -> None:
         self._timeouts = timeouts or Timeouts()
+        self._api_key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
         self._served: str | None = None
-        self._rpc = RpcClient(endpoint, on_lost=self._forget_model)
+        mesh_keys = None if keys is None else key_folder.load(Path(keys))
+        self._rpc = RpcClient(endpoint, on_lost=self._forget_model, keys=mesh_keys)
 
     async def __aenter__(self) -> "MooncakeClient":
         return self
@@ -196,7 +212,7 @@ class MooncakeClient:
 
     async def models(self) -> tuple[Model, ...]:
         """The models that are served."""
-        return read_models((await self._ask(ModelsQuery(), Models)).response)
+        return read_models((await self._ask(ModelsQuery(api_key=self._api_key), Models)).response)
 
     async def health(self) -> HealthReport:
         """Whether the gateway lives, and whether the mesh behind it takes requests; if not, why."""
@@ -261,9 +277,10 @@ class MooncakeClient:
         if "model" not in fields:
             fields["model"] = await self._served_model()
         try:
-            return Generate(operation=operation, request=json.dumps(fields, allow_nan=False).encode())
+            body = json.dumps(fields, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest(f"the request is not JSON: {error}") from error
+        return Generate(operation=operation, request=body, api_key=self._api_key)
 
     async def _served_model(self) -> str:
         if self._served is None:
@@ -276,7 +293,7 @@ class MooncakeClient:
         return self._served
 
     async def _say_cancel(self, message_id: str) -> None:
-        await self._ask(Cancel(target=message_id), Ok)
+        await self._ask(Cancel(target=message_id, api_key=self._api_key), Ok)
 
     def _forget_model(self) -> None:
         """The next gateway on this address may serve another one."""

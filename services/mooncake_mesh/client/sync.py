@@ -2,8 +2,9 @@
 
 import asyncio
 import concurrent.futures
+import os
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Generic, TypeVar, Unpack
 
@@ -24,12 +25,10 @@ _CLOSED: Final = "the client was closed"
 class _Loop:
     """A thread that runs an event loop and one client in it."""
 
-    def __init__(self, endpoint: str, timeouts: Timeouts | None) -> None:
+    def __init__(self, make: Callable[[], MooncakeClient]) -> None:
         self._started: concurrent.futures.Future[MooncakeClient] = concurrent.futures.Future()
         # A daemon, so that a program whose client was never closed can end.
-        self._thread = threading.Thread(
-            target=self._main, args=(endpoint, timeouts), name="mooncake-client", daemon=True
-        )
+        self._thread = threading.Thread(target=self._main, args=(make,), name="mooncake-client", daemon=True)
         self._lock = threading.Lock()
         self._is_open = True
         self._thread.start()
@@ -62,14 +61,14 @@ class _Loop:
                 self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
 
-    def _main(self, endpoint: str, timeouts: Timeouts | None) -> None:
-        asyncio.run(self._serve(endpoint, timeouts))
+    def _main(self, make: Callable[[], MooncakeClient]) -> None:
+        asyncio.run(self._serve(make))
 
-    async def _serve(self, endpoint: str, timeouts: Timeouts | None) -> None:
+    async def _serve(self, make: Callable[[], MooncakeClient]) -> None:
         self._loop = asyncio.get_running_loop()
         self._closing = asyncio.Event()
         try:
-            client = MooncakeClient(endpoint, timeouts=timeouts)
+            client = make()
         except BaseException as error:  # noqa: BLE001  raised where the client is made
             self._started.set_exception(error)
             return
@@ -134,8 +133,15 @@ class SyncMooncakeClient:
     Same calls, options and errors; ``close()`` ends its thread and fails what is open with PeerUnreachable.
     """
 
-    def __init__(self, endpoint: str = DEFAULT_ENDPOINT, *, timeouts: Timeouts | None = None) -> None:
-        self._loop = _Loop(endpoint, timeouts)
+    def __init__(
+        self,
+        endpoint: str = DEFAULT_ENDPOINT,
+        *,
+        timeouts: Timeouts | None = None,
+        api_key: str | None = None,
+        keys: "str | os.PathLike[str] | None" = None,
+    ) -> None:
+        self._loop = _Loop(lambda: MooncakeClient(endpoint, timeouts=timeouts, api_key=api_key, keys=keys))
 
     def __enter__(self) -> "SyncMooncakeClient":
         return self

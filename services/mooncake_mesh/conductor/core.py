@@ -5,7 +5,10 @@ messengers' snapshots; requests that run never notice.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
+from mooncake_mesh.conductor.orders import Orders
+from mooncake_mesh.conductor.replicator import Replicator
 from mooncake_mesh.conductor.roster import WORKERS, PlacedWork, Roster
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.kv.event_stream import FeedRefused, NodeFeed
@@ -17,11 +20,18 @@ from mooncake_mesh.policy.decisions import Placed, Refused
 from mooncake_mesh.policy.decode_gate import gate_for
 from mooncake_mesh.policy.draws import draw
 from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling, place
+from mooncake_mesh.policy.replication import Replica
 from mooncake_mesh.policy.views import ClusterView, Objectives, RequestShape
 from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, ModelCard, Role, StatusReport
-from mooncake_proto.ids import Incarnation, InstanceId, NodeId
+from mooncake_proto.ids import BLOCK_KEY_BYTES, Incarnation, InstanceId, NodeId
 from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
 from mooncake_proto.serving import DecodeGate, Placement, Rejected, Schedule, WorkerRef
+from mooncake_proto.transfer import ReadAhead, Replicate
+
+_LEAST_KEEP_S: Final = 5.0
+_KEEP_PER_TTFT: Final = 2.0
+_MOST_KEEP_S: Final = 60.0
+"""How long a messenger keeps what it was told to read: until the first token is well overdue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +44,8 @@ class Incompatible:
 class ConductorCore:
     """Mutated only by its methods; times come in as arguments, seconds of one monotonic clock.
 
-    *seed* is where the chance of the ``random`` policy comes from: equal seeds and events give equal decisions.
+    ``orders`` is what messengers must be told of placements. *seed* is where the chance of the ``random`` policy comes
+    from: equal seeds and events give equal decisions.
     """
 
     def __init__(
@@ -60,6 +71,9 @@ class ConductorCore:
         self._feeds: dict[NodeId, NodeFeed] = {}
         self._roster = Roster(peers=peers, cost=cost, objectives=objectives)
         self._cards: dict[str, ModelCard] | None = None
+        share = scheduling.replication_share
+        self._replicator = Replicator(cost, share) if share > 0 else None
+        self.orders = Orders()
         self.placed_total = 0
         self.rejected_total = 0
 
@@ -150,12 +164,15 @@ class ConductorCore:
         card = self._card(request.model)
         if card is None:
             return self._rejected(request, "no_worker", unavailable=True, retry_after_s=1.0)
+        keys = list(split_keys(request.keys))
+        prefix_blocks = self._index.prefix_blocks(keys)
         shape = RequestShape(
             prompt_tokens=request.prompt_tokens,
             max_new_tokens=request.max_new_tokens,
             block_tokens=card.block_tokens,
             block_bytes=card.block_bytes,
-            prefix_blocks=self._index.prefix_blocks(list(split_keys(request.keys))),
+            prefix_blocks=prefix_blocks,
+            ssd_starts=self._index.ssd_starts(keys, prefix_blocks),
             draw=draw(self._seed, self.placed_total + self.rejected_total),
         )
         view = self._roster.cluster(request.model, request.avoid, now_s)
@@ -166,6 +183,10 @@ class ConductorCore:
             )
         self.placed_total += 1
         self._roster.placed(_work(shape, placed), now_s)
+        self._announce(request, placed)
+        copy = self._replicator.placed(shape, request.keys, placed, view) if self._replicator is not None else None
+        if copy is not None:
+            self._replicate(copy, request, shape, now_s)
         return self._placement(request, placed, self._gate(placed, view, card))
 
     def _placed(self, request: Schedule, shape: RequestShape, view: ClusterView) -> Placed | Refused:
@@ -183,6 +204,25 @@ class ConductorCore:
         admission = self._scheduling.admission
         return gate_for(instance, view, self._cost, self._objectives, admission, block_tokens=card.block_tokens)
 
+    def _replicate(self, copy: Replica, request: Schedule, shape: RequestShape, now_s: float) -> None:
+        source, target = self._messenger(copy.source), self._messenger(copy.target)
+        if source and target:
+            keys = request.keys[: copy.blocks * BLOCK_KEY_BYTES]
+            self._roster.copying(copy.source, copy.blocks * shape.block_bytes, now_s)
+            self.orders.add(target, Replicate(keys=keys, source=source, tenant=request.tenant))
+
+    def _announce(self, request: Schedule, placed: Placed) -> None:
+        """Have the disk read now what the request will want from it once its turn has come."""
+        if placed.read_node is not None:
+            n_blocks = max(placed.local_prefix_blocks, placed.fetch_prefix_blocks)
+            ahead = ReadAhead(
+                job_id=request.job_id,
+                keys=request.keys[: n_blocks * BLOCK_KEY_BYTES],
+                keep_s=min(_MOST_KEEP_S, _LEAST_KEEP_S + _KEEP_PER_TTFT * placed.ttft_est_s),
+                tenant=request.tenant,
+            )
+            self.orders.add(self._messenger(placed.read_node), ahead)
+
     def _placement(self, request: Schedule, placed: Placed, gate: DecodeGate | None) -> Placement:
         fetch_from = "" if placed.fetch_node is None else self._messenger(placed.fetch_node)
         return Placement(
@@ -195,6 +235,7 @@ class ConductorCore:
             ttft_est_s=placed.ttft_est_s,
             tbt_est_s=placed.tbt_est_s,
             gate=gate,
+            read_limit_blocks=placed.read_limit_blocks,
         )
 
     def _rejected(self, request: Schedule, reason: str, *, unavailable: bool, retry_after_s: float) -> Rejected:
@@ -296,4 +337,6 @@ def _work(shape: RequestShape, placed: Placed) -> PlacedWork:
         ttft_s=placed.ttft_est_s,
         copy_from=placed.fetch_node,
         copy_bytes=copied_blocks * shape.block_bytes,
+        read_from=placed.read_node,
+        read_bytes=placed.read_blocks * shape.block_bytes,
     )

@@ -32,7 +32,10 @@ Sample = tuple[int, int, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedWork:
-    """One placed request as far as its load goes. ``copy_from`` names whose link is taken, for ``copy_bytes``."""
+    """One placed request as far as its load goes.
+
+    ``copy_from`` names whose link is taken, for ``copy_bytes``, and ``read_from`` whose disk, for ``read_bytes``.
+    """
 
     prefill: InstanceId
     uncached_tokens: int
@@ -42,6 +45,8 @@ class PlacedWork:
     ttft_s: float
     copy_from: NodeId | None = None
     copy_bytes: int = 0
+    read_from: NodeId | None = None
+    read_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -66,6 +71,8 @@ class Roster:
         self._corrections: dict[InstanceId, Correction] = {}
         self._seen: dict[InstanceId, int] = {}
         self._links_free_s: dict[NodeId, float] = {}
+        self._disks_free_s: dict[NodeId, float] = {}
+        self._disk_rates: dict[NodeId, float] = {}
         self._decode_spans_s: dict[InstanceId, float] = {}
         self._pools: dict[tuple[str, Role], _Pool] = {}
         self._workers: dict[NodeId, list[InstanceId]] = {}
@@ -105,6 +112,12 @@ class Roster:
             pending.popleft()
         if member.role is Role.MESSENGER:
             self._stale.update(self._workers_of(member.node_id))
+            rate = lease.load.ssd_bytes_per_s
+            if rate > 0 and rate != self._disk_rates.get(member.node_id):
+                self._disk_rates = {
+                    **self._disk_rates,
+                    member.node_id: rate,
+                }  # views that were handed out stay as they are
         elif member.role in WORKERS:
             self._learn(lease)
             self._stale.add(member.instance_id)
@@ -122,23 +135,31 @@ class Roster:
         self._stale.update(self._workers_of(decode.member.node_id))
         self._ttft_s += (_TTFT_WEIGHT if self._ttft_s else 1.0) * (work.ttft_s - self._ttft_s)
         if work.copy_from is not None:
-            free_s = max(now_s, self._links_free_s.get(work.copy_from, now_s))
-            self._links_free_s[work.copy_from] = free_s + self._cost.transfer_s(work.copy_bytes)
+            self.copying(work.copy_from, work.copy_bytes, now_s)
+        if work.read_from is not None:
+            rate = self._disk_rates.get(work.read_from)
+            read_s = work.read_bytes / rate if rate else self._cost.ssd_read_s(work.read_bytes)
+            free_s = max(now_s, self._disks_free_s.get(work.read_from, now_s))
+            self._disks_free_s[work.read_from] = free_s + read_s
+
+    def copying(self, source: NodeId, n_bytes: int, now_s: float) -> None:
+        """*n_bytes* will leave *source*: its link is taken that long."""
+        free_s = max(now_s, self._links_free_s.get(source, now_s))
+        self._links_free_s[source] = free_s + self._cost.transfer_s(n_bytes)
 
     # --- what is asked ------------------------------------------------------------------------------------------------
 
     def cluster(self, model: str, avoid: Iterable[InstanceId], now_s: float) -> ClusterView:
         """Instances of *model* that take work; those to avoid only where there is nobody else."""
         self._refresh()
-        waits = {node: free_s - now_s for node, free_s in self._links_free_s.items() if free_s > now_s}
-        if len(waits) < len(self._links_free_s):
-            self._links_free_s = {node: self._links_free_s[node] for node in waits}
         unwanted = set(avoid)
         return ClusterView(
             prefill=self._pool(model, Role.PREFILL, unwanted),
             decode=self._pool(model, Role.DECODE, unwanted),
             now_s=now_s,
-            egress_wait_s=waits,
+            egress_wait_s=_waits(self._links_free_s, now_s),
+            disk_wait_s=_waits(self._disks_free_s, now_s),
+            disk_bytes_per_s=self._disk_rates,
             ttft_s=self._ttft_s,
             decode_s=self._decode_s,
         )
@@ -249,3 +270,12 @@ class Roster:
                 if lease.member.role in WORKERS and lease.member.node_id == node_id
             ]
         return known
+
+
+def _waits(free_s: dict[NodeId, float], now_s: float) -> dict[NodeId, float]:
+    """How long each is taken; those that are free are forgotten."""
+    waits = {node: until_s - now_s for node, until_s in free_s.items() if until_s > now_s}
+    if len(waits) < len(free_s):
+        for node in free_s.keys() - waits.keys():
+            del free_s[node]
+    return waits

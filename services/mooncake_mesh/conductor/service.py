@@ -16,12 +16,14 @@ from typing import Final
 import structlog
 
 from mooncake_mesh.conductor.core import ConductorCore, Incompatible
+from mooncake_mesh.conductor.orders import Order
 from mooncake_mesh.config import ConductorConfig
-from mooncake_mesh.errors import ConfigError, Refused
+from mooncake_mesh.errors import ConfigError, MooncakeError, Refused
 from mooncake_mesh.kv.event_stream import FeedRefused
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh import endpoint as sockets
 from mooncake_mesh.mesh.peers import HealthChanged, PeerEvent, PeerTable
+from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.policy.admission import Admission
@@ -49,6 +51,8 @@ from mooncake_proto.serving import Placement, Rejected, Schedule
 log = structlog.get_logger(__name__)
 
 _PUBLISH_S: Final = 1.0
+_TELL_TIMEOUT_S: Final = 1.0
+_MAX_TELLING: Final = 64
 
 DEFAULT_COST: Final = LinearCost(
     prefill_base_s=0.01,
@@ -82,6 +86,8 @@ class ConductorService:
             seed=config.seed,
         )
         self._publisher = sockets.Publisher(config.publish)
+        self._messengers = Phonebook()
+        self._telling: set[asyncio.Task[None]] = set()
         handlers: dict[type, Handler] = {
             Ping: self._ping,
             Register: self._register,
@@ -102,6 +108,10 @@ class ConductorService:
         clock.cancel()
         await asyncio.gather(clock, return_exceptions=True)
         await self._server.close()
+        for telling in self._telling:
+            telling.cancel()
+        await asyncio.gather(*self._telling, return_exceptions=True)
+        self._messengers.close()
         self._publisher.close()
 
     async def _tick_forever(self) -> None:
@@ -173,7 +183,23 @@ class ConductorService:
                 fetch_blocks=result.fetch_prefix_blocks,
                 ttft_est_s=round(result.ttft_est_s, 3),
             )
+            for order in self._core.orders.take():
+                self._tell(order)
         return result
+
+    def _tell(self, order: Order) -> None:
+        """In the background; what is too much for that is not said, as the mesh works without."""
+        if len(self._telling) >= _MAX_TELLING:
+            return
+        telling = self._tasks.create_task(self._deliver(order))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+
+    async def _deliver(self, order: Order) -> None:
+        try:
+            await self._messengers.get(order.endpoint).send(order.message, timeout_s=_TELL_TIMEOUT_S)
+        except MooncakeError as error:
+            log.info("order_undelivered", endpoint=order.endpoint, code=error.code)
 
     def _status(self, _: StatusQuery, __: Caller) -> StatusReport:
         return self._core.status(monotonic())
@@ -188,6 +214,7 @@ def _scheduling(config: ConductorConfig) -> Scheduling:
     return Scheduling(
         placement=config.placement,
         threshold=config.kvcache_balancing_threshold,
+        replication_share=config.replication_share,
         admission=Admission(kind=config.admission, decode_s=config.decode_s, wip_limit=config.wip_limit),
     )
 

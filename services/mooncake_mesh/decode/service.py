@@ -178,6 +178,7 @@ class DecodeService:
             landing=job.transfer_id,
             landing_blocks=self._layout.blocks_for(sequence.prompt_tokens),
             landing_layers=self._layout.layers,
+            tenant=job.tenant,
         )
         async with self._station.waits.interruptible(job.job_id):
             return await self._station.messenger.call(request, Acquired, timeout_s=self._left_s(sequence))

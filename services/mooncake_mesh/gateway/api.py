@@ -13,7 +13,8 @@ from mooncake_proto.serving import FinishReason, Sampling, Stopping, TokenLogpro
 class TokenRequest:
     """One choice of one client request, tokenised: the unit the mesh runs.
 
-    ``request_id`` is unique for each choice. ``cache_salt`` and ``tenant`` enter the root of the block keys.
+    ``request_id`` is unique for each choice. ``cache_salt`` enters the root of the block keys, and so does ``tenant``
+    unless tenants share their cache.
     """
 
     request_id: RequestId

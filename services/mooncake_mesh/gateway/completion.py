@@ -17,6 +17,7 @@ from mooncake_mesh.gateway.generation import Door, Generation
 from mooncake_mesh.gateway.metrics import DoorMetrics, Outcome
 from mooncake_mesh.gateway.openai_requests import parse_chat, parse_completion
 from mooncake_mesh.gateway.preparation import Preparation, Prepared
+from mooncake_mesh.gateway.rate_limits import TenantRates, no_limits
 from mooncake_mesh.gateway.tokenizer import Tokenizer
 from mooncake_proto.client import Operation
 from mooncake_proto.ids import RequestId
@@ -40,11 +41,17 @@ class Completions:
     """Serves chat and completion requests of every door."""
 
     def __init__(
-        self, mesh: Mesh, tokenizers: Mapping[str, Tokenizer], metrics: DoorMetrics, limits: CompletionLimits
+        self,
+        mesh: Mesh,
+        tokenizers: Mapping[str, Tokenizer],
+        metrics: DoorMetrics,
+        limits: CompletionLimits,
+        rates: TenantRates | None = None,
     ) -> None:
         self._mesh = mesh
         self._metrics = metrics
         self._limits = limits
+        self.rates = rates or TenantRates(no_limits)
         self.preparation = Preparation(mesh, tokenizers)
         self._running = 0
         self._draining = False
@@ -73,29 +80,37 @@ class Completions:
         if self._running >= self._limits.max_concurrent_requests:
             raise Rejected("gateway_full", unavailable=False, retry_after_s=_FULL_RETRY_AFTER_S)
 
-    async def serve(self, operation: Operation, body: bytes, door: Door, *, request_id: RequestId) -> None:
-        """Answer one request, the JSON object in *body*, through *door*. *request_id* is the server's own and unique.
+    async def serve(self, operation: Operation, body: bytes, door: Door, *, request_id: RequestId, tenant: str) -> None:
+        """Answer one request of *tenant*, the JSON object in *body*, through *door*.
 
-        Raises a MooncakeError when the request fails, before or after its first chunk. Cancelling this coroutine
-        cancels the request everywhere.
+        *request_id* is the server's own and unique. Raises a MooncakeError when the request fails, before or after its
+        first chunk. Cancelling this coroutine cancels the request everywhere.
         """
         started_at = time.monotonic()
         with self._accounted(operation, started_at):
+            self.rates.take_request(tenant, started_at)
             prepared = await self._prepare(operation, body, request_id)
+            prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
+            self.rates.take_tokens(tenant, prompt_tokens, time.monotonic())
             generation = Generation(
                 self._mesh,
                 self._metrics,
                 prepared,
                 door,
                 request_id=request_id,
+                tenant=tenant,
                 started_at=started_at,
                 deadline_at=started_at + self._limits.deadline_s,
                 max_concurrent_prompts=self._limits.max_concurrent_prompts,
             )
             try:
                 await self._run_to_deadline(generation, started_at)
+            except Rejected:  # before anything was shown
+                self.rates.charge_tokens(tenant, -prompt_tokens, time.monotonic())
+                raise
             finally:
                 usage = generation.usage()
+                self.rates.charge_tokens(tenant, usage.completion_tokens, time.monotonic())
                 self._metrics.tokens(
                     prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=usage.completion_tokens
                 )

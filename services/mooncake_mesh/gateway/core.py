@@ -189,6 +189,7 @@ class RequestCore:
                 keys=self._chain(tokens),
                 avoid=tuple(sorted(self._avoid)),
                 refused_by=() if self._drawn else tuple(sorted(self._refused_by)),
+                tenant=self._request.tenant,
             ),
         )
 
@@ -219,6 +220,8 @@ class RequestCore:
             fetch_from=placement.fetch_from,
             fetch_prefix_blocks=placement.fetch_prefix_blocks,
             local_prefix_blocks=placement.local_prefix_blocks,
+            tenant=self._request.tenant,
+            read_limit_blocks=placement.read_limit_blocks,
         )
         gate = None if is_single or self._drawn else placement.gate
         self._is_gated = gate is not None
@@ -239,6 +242,7 @@ class RequestCore:
             deadline_s=left_s,
             gate=gate,
             first_token_within_s=self._first_token_within_s(gate, now_s),
+            tenant=self._request.tenant,
         )
         self._jobs_at = (placement.prefill, placement.decode)
         return [StartJobs(placement=placement, prefill=prefill, decode=decode)]

@@ -49,6 +49,7 @@ class Generation:
         door: Door,
         *,
         request_id: RequestId,
+        tenant: str,
         started_at: float,
         deadline_at: float,
         max_concurrent_prompts: int,
@@ -59,6 +60,7 @@ class Generation:
         self._options = prepared.options
         self._door = door
         self._request_id = request_id
+        self._tenant = tenant
         self._started_at = started_at
         self._deadline_at = deadline_at
         self._slots = asyncio.Semaphore(max_concurrent_prompts)
@@ -158,6 +160,7 @@ class Generation:
             sampling=sampling,
             stopping=self._prepared.stopping[prompt],
             deadline_s=max(0.001, self._deadline_at - time.monotonic()),
+            tenant=self._tenant,
             cache_salt=options.cache_salt,
         )
 

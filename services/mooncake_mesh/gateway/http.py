@@ -9,6 +9,8 @@
     GET  /ready                                  200 while a request could be served, else 503 with the reasons
     GET  /metrics  /version
 
+Where API keys are asked for (docs/security.md) only ``/health``, ``/ping`` and ``/ready`` answer without one.
+
 A client's ``x-request-id`` is a label: it is sent back, and nothing else depends on it. A failure after the first byte
 of a stream is an event with the error body, then ``[DONE]``.
 """
@@ -43,6 +45,7 @@ from mooncake_mesh.gateway.asgi import (
     wait_for_disconnect,
 )
 from mooncake_mesh.gateway.completion import Completions
+from mooncake_mesh.gateway.doorkeeper import Doorkeeper, HttpDoorkeeper, tenant_of
 from mooncake_mesh.gateway.metrics import DoorMetrics
 from mooncake_mesh.gateway.openai_errors import MethodNotAllowed, UnknownPath, problem_of
 from mooncake_mesh.gateway.openai_responses import Json
@@ -64,7 +67,9 @@ class HttpLimits:
     max_body_bytes: int = 8 << 20
 
 
-def create_app(mesh: Mesh, completions: Completions, metrics: DoorMetrics, limits: HttpLimits) -> Starlette:
+def create_app(
+    mesh: Mesh, completions: Completions, metrics: DoorMetrics, limits: HttpLimits, doorkeeper: Doorkeeper
+) -> Starlette:
     """The application. *completions* may serve other doors too; who made it drains and closes it."""
     side = _SideDoors(mesh, completions, metrics, limits)
     routes = [
@@ -82,7 +87,7 @@ def create_app(mesh: Mesh, completions: Completions, metrics: DoorMetrics, limit
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(_Front)],
+        middleware=[Middleware(_Front), Middleware(HttpDoorkeeper, doorkeeper=doorkeeper)],
         exception_handlers={MooncakeError: _answer_error, HTTPException: _answer_http_exception},
     )
 
@@ -134,14 +139,14 @@ class _Answering:
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(wait_for_disconnect(receive))
-                await self._serve(body, answer, request_id_of(scope))
+                await self._serve(body, answer, request_id_of(scope), tenant_of(scope))
                 watch.cancel()
         except* ClientGone:
             log.debug("client_gone", request_id=request_id_of(scope), path=scope["path"])
 
-    async def _serve(self, body: bytes, answer: "_HttpAnswer", request_id: RequestId) -> None:
+    async def _serve(self, body: bytes, answer: "_HttpAnswer", request_id: RequestId, tenant: str) -> None:
         try:
-            await self._completions.serve(self._operation, body, answer, request_id=request_id)
+            await self._completions.serve(self._operation, body, answer, request_id=request_id, tenant=tenant)
         except MooncakeError as error:
             problem = problem_of(error, request_id=request_id)
             if problem.status >= 500:
@@ -218,6 +223,8 @@ class _SideDoors:
         return json_response({"version": version("mooncake-mesh")})
 
     async def _body(self, request: Request) -> bytes:
+        """Counts as one of the tenant's requests. Raises Rejected when it has had its share."""
+        self._completions.rates.take_request(tenant_of(request.scope), time.monotonic())
         return await read_body(request.scope, request.receive, max_bytes=self._limits.max_body_bytes)
 
     def _card(self, model: ServedModel) -> Json:

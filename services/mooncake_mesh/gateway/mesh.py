@@ -6,6 +6,7 @@ another incarnation.
 """
 
 import asyncio
+import enum
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from time import monotonic
@@ -62,6 +63,13 @@ _CONDUCTOR_RETRY_AFTER_S: Final = 1.0
 _WORKERS: Final = (Role.PREFILL, Role.DECODE)
 
 
+class CacheSharing(enum.Enum):
+    """Whose KV a request may find in the pool."""
+
+    WITHIN_TENANT = "within_tenant"
+    ACROSS_TENANTS = "across_tenants"
+
+
 @dataclass(slots=True)
 class _Running:
     """One request on its way; ``events`` holds at most what it generates."""
@@ -74,10 +82,18 @@ class _Running:
 class MeshClient:
     """Implements the ``Mesh`` of gateway/api.py. Create inside a running loop."""
 
-    def __init__(self, conductor: RpcClient, tasks: asyncio.TaskGroup, *, max_replacements: int) -> None:
+    def __init__(
+        self,
+        conductor: RpcClient,
+        tasks: asyncio.TaskGroup,
+        *,
+        max_replacements: int,
+        sharing: CacheSharing = CacheSharing.WITHIN_TENANT,
+    ) -> None:
         self._conductor = conductor
         self._tasks = tasks
         self._max_replacements = max_replacements
+        self._sharing = sharing
         self._workers = Phonebook(on_lost=self._endpoint_lost)
         self._running: dict[JobId, _Running] = {}
         self._members: tuple[MemberState, ...] = ()
@@ -130,7 +146,7 @@ class MeshClient:
             dtype=card.dtype,
             block_tokens=card.block_tokens,
             block_bytes=card.block_bytes,
-            tenant=request.tenant,
+            tenant=request.tenant if self._sharing is CacheSharing.WITHIN_TENANT else "",
             cache_salt=request.cache_salt,
         )
         core = RequestCore(

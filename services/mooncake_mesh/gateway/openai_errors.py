@@ -13,6 +13,7 @@ from mooncake_mesh.errors import (
     CallTimeout,
     DeadlineExceeded,
     Draining,
+    InvalidApiKey,
     InvalidRequest,
     ModelNotFound,
     PeerUnreachable,
@@ -63,6 +64,10 @@ def problem_of(error: BaseException, *, request_id: str) -> Problem:
         case InvalidRequest():
             status, kind = _REFUSALS.get(type(error), (400, "invalid_request_error"))
             return Problem(status=status, type=kind, code=error.code, message=message, param=error.param)
+        case InvalidApiKey():
+            headers = {"www-authenticate": "Bearer"}
+            kind = "authentication_error"
+            return Problem(status=401, type=kind, code=error.code, message=message, headers=headers)
         case Rejected():
             status, kind = (503, "server_error") if error.unavailable else (429, "rate_limit_error")
             headers = _come_back(error.retry_after_s, error.reason)

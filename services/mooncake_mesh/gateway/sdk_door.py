@@ -9,6 +9,7 @@ import orjson
 from mooncake_mesh.errors import Aborted
 from mooncake_mesh.gateway.api import Mesh
 from mooncake_mesh.gateway.completion import Completions
+from mooncake_mesh.gateway.doorkeeper import Doorkeeper
 from mooncake_mesh.gateway.model_list import model_list
 from mooncake_mesh.gateway.openai_responses import Json
 from mooncake_mesh.mesh.rpc import Caller, Handler
@@ -29,7 +30,8 @@ from mooncake_proto.ids import RequestId
 class SdkDoor:
     """Handlers for the ROUTER that SDK clients connect to."""
 
-    def __init__(self, mesh: Mesh, completions: Completions) -> None:
+    def __init__(self, mesh: Mesh, completions: Completions, doorkeeper: Doorkeeper) -> None:
+        self._doorkeeper = doorkeeper
         self._mesh = mesh
         self._completions = completions
         self._created = int(time.time())
@@ -46,6 +48,7 @@ class SdkDoor:
 
     async def _generate(self, request: Generate, caller: Caller) -> None:
         """Answers with deltas and one end, or one Failure. Cancelled in silence when the client stops reading."""
+        tenant = self._doorkeeper.admit(request.api_key)
         task = asyncio.current_task()
         assert task is not None
         key = (caller.identity, caller.message_id)
@@ -53,7 +56,11 @@ class SdkDoor:
         try:
             door = _Replies(caller)
             await self._completions.serve(
-                request.operation, request.request, door, request_id=RequestId(secrets.token_hex(16))
+                request.operation,
+                request.request,
+                door,
+                request_id=RequestId(secrets.token_hex(16)),
+                tenant=tenant,
             )
         except asyncio.CancelledError:
             if key not in self._cancelled or task.uncancel():
@@ -65,13 +72,15 @@ class SdkDoor:
 
     def _cancel(self, request: Cancel, caller: Caller) -> Ok:
         """The reader of the stream hears of it too: it need not be who cancels."""
+        self._doorkeeper.admit(request.api_key)
         key = (caller.identity, request.target)
         if key in self._running and key not in self._cancelled:
             self._cancelled.add(key)
             self._running[key].cancel()
         return Ok()
 
-    def _models(self, _: ModelsQuery, __: Caller) -> Models:
+    def _models(self, query: ModelsQuery, _: Caller) -> Models:
+        self._doorkeeper.admit(query.api_key)
         return Models(response=orjson.dumps(model_list(self._completions.preparation.served(), self._created)))
 
     def _health(self, _: HealthQuery, __: Caller) -> HealthReport:

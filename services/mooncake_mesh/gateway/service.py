@@ -25,12 +25,15 @@ from starlette.applications import Starlette
 
 from mooncake_mesh.config import EngineKind, GatewayConfig
 from mooncake_mesh.errors import MeshError
+from mooncake_mesh.gateway import api_keys
 from mooncake_mesh.gateway.completion import CompletionLimits, Completions
+from mooncake_mesh.gateway.doorkeeper import Doorkeeper
 from mooncake_mesh.gateway.http import HttpLimits, create_app
-from mooncake_mesh.gateway.mesh import MeshClient
+from mooncake_mesh.gateway.mesh import CacheSharing, MeshClient
 from mooncake_mesh.gateway.metrics import DoorMetrics
 from mooncake_mesh.gateway.sdk_door import SdkDoor
 from mooncake_mesh.gateway.tokenizer import ByteTokenizer, Tokenizer
+from mooncake_mesh.mesh.curve import Audience
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.rpc import Caller, RpcClient, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
@@ -71,18 +74,20 @@ class GatewayService:
         config = self._config
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
         conductor = RpcClient(config.conductor)
-        mesh = MeshClient(conductor, self._tasks, max_replacements=config.max_replacements)
+        doorkeeper = Doorkeeper(None if config.keys is None else config.keys / api_keys.FILE_NAME)
+        sharing = CacheSharing.ACROSS_TENANTS if config.share_cache_across_tenants else CacheSharing.WITHIN_TENANT
+        mesh = MeshClient(conductor, self._tasks, max_replacements=config.max_replacements, sharing=sharing)
         metrics = DoorMetrics(CollectorRegistry())
         limits = CompletionLimits(
             deadline_s=config.request_deadline_s, max_concurrent_requests=config.max_concurrent_requests
         )
-        completions = Completions(mesh, {served_name(config): tokenizer}, metrics, limits)
+        completions = Completions(mesh, {served_name(config): tokenizer}, metrics, limits, doorkeeper.rates)
         streams = RpcServer(config.stream_bind, {Ping: self._ping, **mesh.stream_handlers()}, self._tasks)
         mesh.stream_endpoint = streams.endpoint
-        clients = RpcServer(config.bind, {Ping: self._ping, **SdkDoor(mesh, completions).handlers()}, self._tasks)
-        http = self._http_server(
-            create_app(mesh, completions, metrics, HttpLimits(max_body_bytes=config.max_body_bytes))
-        )
+        door = SdkDoor(mesh, completions, doorkeeper)
+        clients = RpcServer(config.bind, {Ping: self._ping, **door.handlers()}, self._tasks, audience=Audience.CLIENTS)
+        http_limits = HttpLimits(max_body_bytes=config.max_body_bytes)
+        http = self._http_server(create_app(mesh, completions, metrics, http_limits, doorkeeper))
         membership = Membership(
             conductor, self._member, lambda: Load(running_jobs=completions.running), on_cluster=mesh.heard
         )

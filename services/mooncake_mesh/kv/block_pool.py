@@ -18,91 +18,36 @@ Two lives keep a block: its holder's and its writer's. Handing out a block while
 gives the next owner wrong text without any error, so a released block with writes in flight drains first, and its
 *generation* grows at once, which is what refuses a write of the old owner that comes late.
 
+Who asks for blocks does so for a tenant, and a tenant may have a quota. At its quota it gets room only by giving up
+its own coldest blocks: it pushes out nobody else's.
+
 The pool is synchronous and has no clock: leases take the caller's. Each operation costs O(1) per block it names or
 evicts. A refused operation leaves the pool as it was.
 """
 
-import enum
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Final
 
-from mooncake_mesh.errors import InvalidTransition, InvariantViolated
+from mooncake_mesh.errors import InvalidTransition
+from mooncake_mesh.kv.block_record import BlockRecord, BlockState
 from mooncake_mesh.kv.eviction import LruEviction
 from mooncake_mesh.kv.eviction_contract import BlockHistory, EvictionPolicy
 from mooncake_mesh.kv.leases import LeaseTable
+from mooncake_mesh.kv.pool_audit import audit
+from mooncake_mesh.kv.pool_outcomes import Duplicate, NoRoom, PoolEvent, Renewal, Sealed
+from mooncake_mesh.kv.tenants import NO_QUOTAS, TenantAccounts, TenantQuotas
+from mooncake_mesh.kv.victims import Victims
 from mooncake_proto.ids import BlockId, BlockKey
 from mooncake_proto.kvcache import KvChange
 
-
-class BlockState(enum.Enum):
-    """See the diagram at the top of the module."""
-
-    FREE = "free"
-    RESERVED = "reserved"
-    SEALED = "sealed"
-    DRAINING = "draining"
-
-
-_MOVES: Final = frozenset(
-    {
-        (BlockState.FREE, BlockState.RESERVED),
-        (BlockState.RESERVED, BlockState.SEALED),
-        (BlockState.RESERVED, BlockState.DRAINING),
-        (BlockState.RESERVED, BlockState.FREE),
-        (BlockState.DRAINING, BlockState.FREE),
-        (BlockState.SEALED, BlockState.FREE),
-    }
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolEvent:
-    """A key that the pool began or ceased to hold."""
-
-    change: KvChange
-    key: BlockKey
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoRoom:
-    """Nothing was reserved: ``wanted_blocks`` exceed what is free or evictable."""
-
-    wanted_blocks: int
-    available_blocks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sealed:
-    """The block is shared now; the holder that sealed it keeps its reference."""
-
-    block: BlockId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Duplicate:
-    """``other`` carries this key already; the block stays private to its holder."""
-
-    block: BlockId
-    other: BlockId
-
-
-class Renewal(enum.Enum):
-    """LAPSED: the holder has nothing any more, because it was released or its lease had ended."""
-
-    RENEWED = "renewed"
-    LAPSED = "lapsed"
-
-
-@dataclass(slots=True)
-class _Block:
-    state: BlockState = BlockState.FREE
-    generation: int = 0
-    references: int = 0
-    writers: int = 0
-    key: BlockKey | None = None
-    history: BlockHistory = field(default_factory=BlockHistory)
+__all__ = [
+    "BlockPool",
+    "BlockState",
+    "Duplicate",
+    "NoRoom",
+    "PoolEvent",
+    "Renewal",
+    "Sealed",
+]
 
 
 class BlockPool:
@@ -112,15 +57,18 @@ class BlockPool:
     release.
     """
 
-    def __init__(self, n_blocks: int, *, eviction: EvictionPolicy | None = None) -> None:
+    def __init__(
+        self, n_blocks: int, *, eviction: EvictionPolicy | None = None, quotas: TenantQuotas = NO_QUOTAS
+    ) -> None:
         """Pool of *n_blocks* free blocks. *eviction* must be empty; LRU by default."""
         if n_blocks < 1:
             raise ValueError(f"n_blocks must be at least 1, got {n_blocks}")
-        self._blocks = [_Block() for _ in range(n_blocks)]
+        self._blocks = [BlockRecord() for _ in range(n_blocks)]
         self._free = [BlockId(i) for i in reversed(range(n_blocks))]
         self._sealed: dict[BlockKey, BlockId] = {}
         self._held: dict[str, dict[BlockId, None]] = {}
-        self._evictable: EvictionPolicy = LruEviction() if eviction is None else eviction
+        self._victims = Victims(LruEviction() if eviction is None else eviction)
+        self._tenants = TenantAccounts(quotas)
         self._leases = LeaseTable()
         self._events: list[PoolEvent] = []
 
@@ -141,12 +89,23 @@ class BlockPool:
 
     @property
     def evictable_blocks(self) -> int:
-        return len(self._evictable)
+        return len(self._victims)
 
     @property
     def available_blocks(self) -> int:
-        """Most blocks that one ``reserve`` can get now."""
-        return len(self._free) + len(self._evictable)
+        """Most blocks that one ``reserve`` can get now, for a tenant without quota."""
+        return len(self._free) + len(self._victims)
+
+    def available_to(self, tenant: str) -> int:
+        """Most blocks that one ``reserve`` for *tenant* can get now."""
+        room = self._tenants.room(tenant)
+        if room is None:
+            return self.available_blocks
+        return min(self.available_blocks, room + self._victims.of(tenant))
+
+    def tenant_usage(self) -> dict[str, int]:
+        """Blocks that are not free, by the tenant they were reserved for."""
+        return self._tenants.usage()
 
     def match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
         """Blocks under the longest sealed prefix of *keys*. Changes nothing, not even recency: ``hold`` them next."""
@@ -183,8 +142,11 @@ class BlockPool:
         return self._get(block).key
 
     def coldest(self, n: int) -> list[BlockId]:
-        """The next *n* victims of ``reserve``, or all there are, in order. Changes nothing; O(evictable)."""
-        return self._evictable.order()[: max(n, 0)]
+        """The next *n* victims of ``reserve``, or all there are, in order, without those that are soft-pinned.
+
+        Changes nothing; about O(n).
+        """
+        return self._victims.coldest(max(n, 0))
 
     # --- holding ------------------------------------------------------------------------------------------------------
 
@@ -201,29 +163,41 @@ class BlockPool:
             if block not in mine:
                 record = self._blocks[block]
                 if record.references == 0:
-                    self._evictable.remove(block)
+                    self._victims.remove(block)
                 record.references += 1
                 record.history.uses += 1
                 mine[block] = None
         self._keep(holder, mine, lease_until_s)
 
-    def reserve(self, holder: str, n: int, *, lease_until_s: float | None = None) -> list[BlockId] | NoRoom:
-        """Give *holder* *n* blocks to write, free ones first, then by eviction; all of them or none."""
+    def reserve(
+        self, holder: str, n: int, *, tenant: str = "", lease_until_s: float | None = None
+    ) -> list[BlockId] | NoRoom:
+        """Give *holder* *n* blocks to write, free ones first, then by eviction; all of them or none.
+
+        For what exceeds the quota of *tenant* its own blocks are evicted first.
+        """
         if n < 0:
             raise ValueError(f"n must not be negative, got {n}")
-        if n > self.available_blocks:
-            return NoRoom(wanted_blocks=n, available_blocks=self.available_blocks)
+        available = self.available_to(tenant)
+        if n > available:
+            return NoRoom(wanted_blocks=n, available_blocks=available)
+        room = self._tenants.room(tenant)
+        for _ in range(0 if room is None else n - room):
+            self._unseal(self._victims.take_of(tenant))
         mine = self._held.get(holder, {})
         got = []
         for _ in range(n):
             if not self._free:
-                self._evict_one()
+                self._unseal(self._victims.take())
             block = self._free.pop()
             self._move(block, BlockState.RESERVED)
-            self._blocks[block].generation += 1
-            self._blocks[block].references = 1
+            record = self._blocks[block]
+            record.generation += 1
+            record.references = 1
+            record.tenant = tenant
             mine[block] = None
             got.append(block)
+        self._tenants.charge(tenant, n)
         self._keep(holder, mine, lease_until_s)
         return got
 
@@ -252,14 +226,16 @@ class BlockPool:
         """
         self._leases.end(holder)
         mine = self._held.pop(holder, {})
-        self._evictable.use([key for block in mine if (key := self._blocks[block].key) is not None])
+        has_quotas = self._tenants.has_quotas
+        self._victims.use([key for block in mine if (key := self._blocks[block].key) is not None])
         for depth, block in zip(reversed(range(len(mine))), reversed(mine), strict=True):
             record = self._blocks[block]
             record.references -= 1
             if record.state is BlockState.SEALED:
                 record.history.depth = max(record.history.depth, depth)
                 if record.references == 0:
-                    self._evictable.insert(block, record.history)
+                    is_limited = has_quotas and self._tenants.is_limited(record.tenant)
+                    self._victims.insert(block, record.history, record.tenant if is_limited else None)
             elif record.writers:
                 record.generation += 1
                 self._move(block, BlockState.DRAINING)
@@ -271,9 +247,27 @@ class BlockPool:
         record = self._get(block)
         if record.state is not BlockState.SEALED or record.references:
             return False
-        self._evictable.remove(block)
+        self._victims.remove(block)
         self._unseal(block)
         return True
+
+    # --- soft pins ----------------------------------------------------------------------------------------------------
+
+    def pin(self, pinner: str, blocks: Sequence[BlockId], until_s: float) -> None:
+        """Evict sealed *blocks* after all others until *until_s*; *pinner*'s earlier pins last as long from now on.
+
+        A hard pin is :meth:`hold` with a lease: such a block is not evicted at all.
+        """
+        for block in blocks:
+            if self._get(block).state is not BlockState.SEALED:
+                raise self._illegal(block, f"pinned by {pinner}")
+        records = ((block, self._blocks[block]) for block in blocks)
+        candidates = [(block, record.history) for block, record in records if not record.references]
+        self._victims.pin(pinner, blocks, candidates, until_s)
+
+    def unpin(self, pinner: str) -> None:
+        """End the pins of *pinner*. An unknown one is fine."""
+        self._victims.unpin(pinner)
 
     # --- leases -------------------------------------------------------------------------------------------------------
 
@@ -285,7 +279,11 @@ class BlockPool:
         return Renewal.RENEWED
 
     def expire(self, now_s: float) -> list[str]:
-        """Release every holder whose lease is over (``now_s >= until_s``); returns them in order of expiry."""
+        """Release every holder whose lease is over (``now_s >= until_s``); returns them in order of expiry.
+
+        Soft pins whose time is over end too.
+        """
+        self._victims.expire(now_s)
         lapsed = self._leases.expired(now_s)
         for holder in lapsed:
             self.release(holder)
@@ -307,8 +305,7 @@ class BlockPool:
             raise self._illegal(block, "write ended")
         record.writers -= 1
         if record.state is BlockState.DRAINING and not record.writers:
-            self._move(block, BlockState.FREE)
-            self._free.append(block)
+            self._put_back(block)
 
     # --- events and checks --------------------------------------------------------------------------------------------
 
@@ -319,32 +316,19 @@ class BlockPool:
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated if the books do not agree. O(pool); for tests."""
-        counts = Counter(record.state for record in self._blocks)
-        references = Counter(block for mine in self._held.values() for block in mine)
-        evictable = set(self._evictable.order())
-        free = set(self._free)
-        _require(len(free) == len(self._free) == counts[BlockState.FREE], "free list and states differ")
-        _require(len(self._sealed) == counts[BlockState.SEALED], "key map and states differ")
-        _require(len(evictable) == len(self._evictable), "a block is evictable twice")
-        _require(all(self._held.values()), "a holder without blocks")
-        _require(all(holder in self._held for holder in self._leases.holders()), "a lease without a holder")
-        for block, record in enumerate(self._blocks):
-            name = f"block {block} ({record.state.value})"
-            state, is_sealed = record.state, record.state is BlockState.SEALED
-            _require(record.references == references[BlockId(block)], f"{name}: references")
-            _require((block in free) == (state is BlockState.FREE), f"{name}: free list")
-            _require((block in evictable) == (is_sealed and not record.references), f"{name}: evictable")
-            _require((record.key is not None) == is_sealed, f"{name}: key")
-            _require(record.key is None or self._sealed.get(record.key) == block, f"{name}: key map")
-            _require(state is not BlockState.RESERVED or record.references == 1, f"{name}: one owner")
-            _require(state in _UNOWNED or record.references > 0 or is_sealed, f"{name}: owner")
-            _require(state not in _UNOWNED or record.references == 0, f"{name}: owned")
-            _require(state is not BlockState.DRAINING or record.writers > 0, f"{name}: nothing drains")
-            _require(state in _WRITABLE or record.writers == 0, f"{name}: written")
+        audit(
+            self._blocks,
+            free=self._free,
+            sealed=self._sealed,
+            held=self._held,
+            leased=self._leases.holders(),
+            victims=list(self._victims.order()),
+            tenants=self._tenants.usage(),
+        )
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _get(self, block: BlockId) -> _Block:
+    def _get(self, block: BlockId) -> BlockRecord:
         if not 0 <= block < len(self._blocks):  # a list would take -1 for the last block
             raise InvalidTransition(f"block {block}", old="no block of this pool", new="used")
         return self._blocks[block]
@@ -354,7 +338,7 @@ class BlockPool:
 
     def _move(self, block: BlockId, new: BlockState) -> None:
         record = self._blocks[block]
-        if (record.state, new) not in _MOVES:
+        if new not in record.state.may_become:
             raise self._illegal(block, new.value)
         record.state = new
 
@@ -366,12 +350,13 @@ class BlockPool:
             self._leases.grant(holder, lease_until_s)
 
     def _become_free(self, block: BlockId) -> None:
-        self._move(block, BlockState.FREE)
         self._blocks[block].generation += 1
-        self._free.append(block)
+        self._put_back(block)
 
-    def _evict_one(self) -> None:
-        self._unseal(self._evictable.evict())
+    def _put_back(self, block: BlockId) -> None:
+        self._move(block, BlockState.FREE)
+        self._tenants.discharge(self._blocks[block].tenant)
+        self._free.append(block)
 
     def _unseal(self, block: BlockId) -> None:
         """Free a block that was sealed and is no candidate for eviction any more."""
@@ -380,13 +365,5 @@ class BlockPool:
         del self._sealed[record.key]
         self._events.append(PoolEvent(change=KvChange.REMOVED, key=record.key))
         record.key = None
+        self._victims.forget(block)
         self._become_free(block)
-
-
-_UNOWNED: Final = frozenset({BlockState.FREE, BlockState.DRAINING})
-_WRITABLE: Final = frozenset({BlockState.RESERVED, BlockState.DRAINING})
-
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise InvariantViolated(what)

@@ -10,7 +10,7 @@ to the pool as soon as one exchange gets through.
 import enum
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mooncake_mesh.kv.block_hash import join_keys, split_keys
@@ -45,7 +45,7 @@ class EventLog:
     def append(self, events: Iterable[PoolEvent]) -> None:
         """Number *events* in the order the pool reported them."""
         for event in events:
-            self._events.append(KvEvent(change=event.change, key=event.key.hex()))
+            self._events.append(KvEvent(change=event.change, key=event.key.hex(), tier=event.tier))
             self._next_seq += 1
 
     def batch(self, next_seq: int, *, max_events: int) -> KvEvents | Unsendable:
@@ -63,10 +63,18 @@ class EventLog:
         """A batch without events: its answer tells what the receiver expects, for instance after it restarted."""
         return KvEvents(node_id=self._node_id, incarnation=self._incarnation, first_seq=self._next_seq, events=())
 
-    def snapshot(self, keys: Iterable[BlockKey]) -> KvSnapshot:
-        """All *keys* of the pool now. Every event the pool has reported must have been appended before."""
-        data = join_keys(list(keys))
-        return KvSnapshot(node_id=self._node_id, incarnation=self._incarnation, seq=self._next_seq - 1, keys=data)
+    def snapshot(self, in_arena: Sequence[BlockKey], on_ssd: Sequence[BlockKey] = ()) -> KvSnapshot:
+        """All keys of the node now, those that are on SSD only by themselves.
+
+        Every event that was reported must have been appended before.
+        """
+        return KvSnapshot(
+            node_id=self._node_id,
+            incarnation=self._incarnation,
+            seq=self._next_seq - 1,
+            keys=join_keys([*in_arena, *on_ssd]),
+            ssd_keys=len(on_ssd),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +117,10 @@ class NodeFeed:
         if batch.first_seq > self._next_seq:
             return KvEventsAck(next_seq=self._next_seq, resync=True)
         seen = self._next_seq - batch.first_seq
-        changes = [(event.change, _key(event.key, i)) for i, event in enumerate(batch.events) if i >= seen]
-        for change, key in changes:
-            if change is KvChange.STORED:
-                self._index.apply_stored(self._node_id, key)
+        changes = [(event, _key(event.key, i)) for i, event in enumerate(batch.events) if i >= seen]
+        for event, key in changes:
+            if event.change is KvChange.STORED:
+                self._index.apply_stored(self._node_id, key, event.tier)
             else:
                 self._index.apply_removed(self._node_id, key)
         self._next_seq += len(changes)
@@ -126,10 +134,13 @@ class NodeFeed:
             raise MalformedMessage(f"must not be negative, got {snapshot.seq}", path="seq")
         if snapshot.seq + 1 >= self._next_seq:
             try:
-                keys = split_keys(snapshot.keys)
+                keys = list(split_keys(snapshot.keys))
             except ValueError as error:
                 raise MalformedMessage(str(error), path="keys") from error
-            self._index.replace(self._node_id, keys)
+            n_arena = len(keys) - snapshot.ssd_keys
+            if not 0 <= n_arena <= len(keys):
+                raise MalformedMessage(f"{snapshot.ssd_keys} of {len(keys)} keys", path="ssd_keys")
+            self._index.replace(self._node_id, keys[:n_arena], keys[n_arena:])
             self._next_seq = snapshot.seq + 1
         return KvEventsAck(next_seq=self._next_seq, resync=False)
 

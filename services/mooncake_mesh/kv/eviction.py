@@ -2,7 +2,7 @@
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from mooncake_mesh.kv.eviction_contract import BlockHistory, EvictionPolicy
@@ -38,8 +38,8 @@ class LruEviction:
     def evict(self) -> BlockId:
         return self._candidates.popitem(last=False)[0]
 
-    def order(self) -> list[BlockId]:
-        return list(self._candidates)
+    def order(self) -> Iterator[BlockId]:
+        return iter(self._candidates)
 
     def __len__(self) -> int:
         return len(self._candidates)
@@ -87,8 +87,8 @@ class RankedEviction:
         self.remove(block)
         return block
 
-    def order(self) -> list[BlockId]:
-        return [block for rank in sorted(self._lists) for block in self._lists[rank]]
+    def order(self) -> Iterator[BlockId]:
+        return (block for rank in sorted(self._lists) for block in self._lists[rank])
 
     def __len__(self) -> int:
         return len(self._rank_of)

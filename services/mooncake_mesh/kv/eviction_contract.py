@@ -8,7 +8,7 @@ The blocks of a chain are inserted deepest first: of blocks that a policy ranks 
 and what remains of the chain can still be matched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -49,7 +49,7 @@ class EvictionPolicy(Protocol):
     def evict(self) -> BlockId:
         """Take the next victim out and return it. There must be a candidate."""
 
-    def order(self) -> list[BlockId]:
-        """All candidates, next victim first. Changes nothing; for tests and reports."""
+    def order(self) -> Iterator[BlockId]:
+        """All candidates, next victim first, found as they are asked for. Nothing may change meanwhile."""
 
     def __len__(self) -> int: ...

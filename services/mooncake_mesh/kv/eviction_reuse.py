@@ -13,7 +13,8 @@ is the next to go, so a victim is found by comparing one run per kind, and then 
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from heapq import merge
 from typing import Final
 
 from mooncake_mesh.kv.eviction_contract import BlockHistory
@@ -117,9 +118,9 @@ class ReuseEviction:
         self.remove(block)
         return block
 
-    def order(self) -> list[BlockId]:
-        runs = sorted((run for runs in self._runs.values() for run in runs), key=self._rank)
-        return [block for run in runs for block in run.candidates]
+    def order(self) -> Iterator[BlockId]:
+        runs = merge(*self._runs.values(), key=self._rank)  # of each kind the oldest is first, and ranks least
+        return (block for run in runs for block in run.candidates)
 
     def __len__(self) -> int:
         return len(self._run_of)

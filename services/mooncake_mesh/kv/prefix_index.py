@@ -7,15 +7,17 @@ a node need not have been leaf-first for that. Stretches that are asked for ofte
 Memory is what an index of millions of entries is made of. An entry is one (key, node) pair. A key costs about 64
 bytes and its place in the map 60 to 100; each pair adds 30 to 55 in its node's set (and 64 for that node's own copy
 of a key which another node told first). Keys that one node alone holds share its bit as their value. The number of
-pairs is capped.
+pairs is capped. The tier of a block is kept only where it is not DRAM: another 100 to 150 bytes for a key on SSD.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Final
 
 from mooncake_mesh.kv.prefix_segments import LONG_BLOCKS, SEGMENT_BLOCKS, SegmentMemo, Steps
 from mooncake_proto.ids import BlockKey, NodeId
+from mooncake_proto.kvcache import KvTier
 
 _MAX_SEGMENTS: Final = 8_192
 _MAX_NAMES: Final = 1_024
@@ -35,6 +37,7 @@ class PrefixIndex:
         self._max_entries = max_entries
         self._entries = 0
         self._masks: dict[BlockKey, int] = {}
+        self._ssd_masks: dict[BlockKey, int] = {}  # who of them has it on SSD only
         self._segments = SegmentMemo(self._masks, max_segments=_MAX_SEGMENTS)
         self._arrivals = _Arrivals()
         self._slot_of: dict[NodeId, int] = {}
@@ -88,11 +91,36 @@ class PrefixIndex:
         self._record(found, alive, len(keys))
         return found
 
-    def apply_stored(self, node: NodeId, key: BlockKey) -> None:
-        """*node* holds *key*. Known already: no change."""
+    def ssd_starts(self, keys: Sequence[BlockKey], prefix_blocks: Mapping[NodeId, int]) -> dict[NodeId, int]:
+        """How many blocks of its prefix of *keys* each node has before the first that it must read from SSD.
+
+        *prefix_blocks* is what :meth:`prefix_blocks` said. Nodes that have all of theirs in DRAM are left out.
+        """
+        found: dict[NodeId, int] = {}
+        if not self._ssd_masks or not prefix_blocks:
+            return found
+        pending = sum(self._at(self._slot_of[node]).bit for node in prefix_blocks)
+        longest = max(prefix_blocks.values())
+        for depth, on_ssd in enumerate(map(self._ssd_masks.get, keys[:longest], repeat(0))):
+            if here := on_ssd & pending:
+                pending ^= here
+                for number in _bits(here):
+                    node = self._at(number).node
+                    if depth < prefix_blocks[node]:
+                        found[node] = depth
+                if not pending:
+                    break
+        return found
+
+    def apply_stored(self, node: NodeId, key: BlockKey, tier: KvTier = KvTier.DRAM) -> None:
+        """*node* holds *key* in *tier*. Known already: no change but that of the tier."""
         number = self._slot_of.get(node)
         slot = self._slots[self._slot_for(node) if number is None else number]
         assert slot is not None
+        if tier is KvTier.SSD:
+            self._ssd_masks[key] = self._ssd_masks.get(key, 0) | slot.bit
+        elif self._ssd_masks:
+            self._leave_ssd(slot, key)
         if key in slot.keys:
             return
         mask = self._masks.get(key)
@@ -117,14 +145,14 @@ class PrefixIndex:
             slot.keys.remove(key)
             self._clear_bit(slot, key)
 
-    def replace(self, node: NodeId, keys: Iterable[BlockKey]) -> None:
-        """*node* holds exactly *keys*. What it held before and holds still keeps its age."""
+    def replace(self, node: NodeId, keys: Iterable[BlockKey], on_ssd: Iterable[BlockKey] = ()) -> None:
+        """*node* holds exactly *keys* in DRAM and those *on_ssd*. What it held before and holds still keeps its age."""
         slot = self._at(self._slot_for(node))
-        wanted = dict.fromkeys(keys)
+        wanted = dict.fromkeys(on_ssd, KvTier.SSD) | dict.fromkeys(keys, KvTier.DRAM)
         for key in slot.keys - wanted.keys():
             self.apply_removed(node, key)
-        for key in wanted:
-            self.apply_stored(node, key)
+        for key, tier in wanted.items():
+            self.apply_stored(node, key, tier)
 
     def drop_node(self, node: NodeId) -> None:
         """Forget *node* and everything about it."""
@@ -174,6 +202,7 @@ class PrefixIndex:
 
     def _clear_bit(self, slot: "_Slot", key: BlockKey) -> None:
         mask = self._masks[key] ^ slot.bit
+        self._leave_ssd(slot, key)
         self._segments.changed(key)
         if mask:
             self._masks[key] = mask
@@ -183,8 +212,17 @@ class PrefixIndex:
             self._arrivals.compact(self._masks)
         self._entries -= 1
 
+    def _leave_ssd(self, slot: "_Slot", key: BlockKey) -> None:
+        mask = self._ssd_masks.get(key, 0)
+        if mask & slot.bit:
+            if mask == slot.bit:
+                del self._ssd_masks[key]
+            else:
+                self._ssd_masks[key] = mask ^ slot.bit
+
     def _forget_oldest(self) -> None:
         key = self._arrivals.pop_oldest()
+        self._ssd_masks.pop(key, None)
         self._segments.changed(key)
         for number in _bits(self._masks.pop(key)):
             self._at(number).keys.remove(key)

@@ -19,56 +19,18 @@ from typing import Final
 
 import structlog
 
+from mooncake_mesh.config import PagesKind
 from mooncake_mesh.errors import MeshError, PeerUnreachable
+from mooncake_mesh.mesh.arena_memory import Arena
 from mooncake_proto.ids import Incarnation, InstanceId
 
 log = structlog.get_logger(__name__)
 
 _HELLO: Final = struct.Struct("<64s16s")
-_WELCOME: Final = struct.Struct("<16sQ")
+_WELCOME: Final = struct.Struct("<16sQ12s")
 _CONNECT_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 1024
 MAX_SOCKET_PATH_BYTES: Final = 107
-
-
-class Arena:
-    """Mapped block memory.
-
-    ``view`` is writable where the mapping is; close() fails while somebody holds slices of it.
-    """
-
-    def __init__(self, fd: int, size_bytes: int, *, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> None:
-        self._fd = fd
-        self._map = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=protection)
-        _advise_huge_pages(self._map)
-        self.view = memoryview(self._map)
-
-    @classmethod
-    def create(cls, size_bytes: int) -> "Arena":
-        """A new zeroed arena. Memory is committed on first touch."""
-        fd = os.memfd_create("mooncake-arena", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size_bytes)
-        return cls(fd, size_bytes)
-
-    @property
-    def fd(self) -> int:
-        return self._fd
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.view)
-
-    def close(self) -> None:
-        self.view.release()
-        self._map.close()
-        os.close(self._fd)
-
-
-def _advise_huge_pages(mapping: mmap.mmap) -> None:
-    try:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:  # a hint only: kernels without shmem huge pages refuse it
-        log.debug("no_huge_pages", error=str(error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +91,8 @@ class ArenaServer:
             if len(hello) != _HELLO.size:
                 log.warning("arena_refused", reason="bad hello")
                 return None
-            socket.send_fds(connection, [_WELCOME.pack(self._owner.encode(), self._arena.size_bytes)], [self._arena.fd])
+            welcome = _WELCOME.pack(self._owner.encode(), self._arena.size_bytes, self._arena.pages.value.encode())
+            socket.send_fds(connection, [welcome], [self._arena.fd])
         except (OSError, TimeoutError) as error:
             log.info("arena_refused", reason=str(error) or "no hello")
             return None
@@ -210,8 +173,9 @@ async def _borrow(path: str, me: Holder, protection: int) -> BorrowedArena:
     except BaseException:
         connection.close()
         raise
-    owner, size_bytes = _WELCOME.unpack(data)
-    return BorrowedArena(Arena(fd, size_bytes, protection=protection), connection, Incarnation(owner.decode()))
+    owner, size_bytes, pages = _WELCOME.unpack(data)
+    arena = Arena(fd, size_bytes, pages=PagesKind(pages.rstrip(b"\0").decode()), protection=protection)
+    return BorrowedArena(arena, connection, Incarnation(owner.decode()))
 
 
 async def _receive_fd(connection: socket.socket) -> tuple[bytes, int | None]:

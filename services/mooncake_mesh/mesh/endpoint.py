@@ -18,24 +18,28 @@ Each socket has exactly one reader, the event loop's callback on the socket's de
 timeout around a receive loses messages (the cancelled receive may have taken one), so whoever wants to wait with a
 deadline waits on a future or a queue. The descriptor is edge-triggered: after every send the reader looks again.
 The bounded queue in front of a reader is the socket's own (RCVHWM); a paused reader leaves messages there.
+
+Where keys are in use (curve.py) tcp sockets are secured. The connecting side is in connecting.py.
 """
 
 import asyncio
-import enum
 import os
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from mooncake_mesh.errors import MeshError, PeerUnreachable
+from mooncake_mesh.mesh.curve import Audience, secure_bound
+from mooncake_mesh.mesh.log_allowance import LogAllowance
+
+log = structlog.get_logger(__name__)
 
 HWM_MESSAGES: Final = 4096
 LINGER_MS: Final = 250
 MAX_MESSAGE_BYTES: Final = 80 << 20
-_HEARTBEAT_MS: Final = 1000
-_HEARTBEAT_TIMEOUT_MS: Final = 4000
 _READS_PER_TURN: Final = 64
 
 # Plain numbers: pyzmq's own flags are enums, whose every operation costs as much as handing over a frame.
@@ -45,13 +49,6 @@ _READABLE: Final = int(zmq.POLLIN)
 _WRITABLE: Final = int(zmq.POLLOUT)
 
 OnFrames = Callable[[list[bytes]], None]
-
-
-class Link(enum.Enum):
-    """State of a DEALER's connection."""
-
-    UP = "up"
-    DOWN = "down"
 
 
 class SocketFile:
@@ -74,9 +71,16 @@ class Channel:
     It should not raise; where it does, the loop's exception handler hears of it and reading goes on.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", on_frames: OnFrames, file: SocketFile | None = None) -> None:
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        on_frames: OnFrames,
+        file: SocketFile | None = None,
+        watch: "Watch | None" = None,
+    ) -> None:
         self._socket = socket
         self._file = file
+        self._watch = watch
         self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
         self._pump_scheduled = False
@@ -115,7 +119,7 @@ class Channel:
                 return self.send_now(frames)
             except PeerUnreachable:
                 left_s = deadline_s - self._loop.time()
-                if self._closed or left_s <= 0:
+                if self._is_hopeless() or left_s <= 0:
                     raise
                 await self._wait_for_change(left_s)
 
@@ -124,10 +128,16 @@ class Channel:
         if not self._closed:
             self._closed = True
             self._send_changed.set()
+            if self._watch is not None:
+                self._watch.close()
             self._loop.remove_reader(self._fd)
             self._socket.close(linger=LINGER_MS)
             if self._file is not None:
                 self._file.remove()
+
+    def _is_hopeless(self) -> bool:
+        """Whether waiting cannot help."""
+        return self._closed
 
     async def _wait_for_change(self, timeout_s: float) -> None:
         try:
@@ -187,7 +197,25 @@ def _receive(socket: "zmq.Socket[bytes]") -> list[bytes]:
             return frames
 
 
-def _socket(kind: int) -> "zmq.Socket[bytes]":
+class Watch:
+    """Hears how the connections of *socket* fare: *on_event* gets each of *events* and its value."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", events: int, on_event: Callable[[int, int], None]) -> None:
+        self._socket = socket
+        self._on_event = on_event
+        self._channel = Channel(socket.get_monitor_socket(events), self._read)
+
+    def close(self) -> None:
+        """Call before *socket* is closed: ZeroMQ's I/O thread would wait, and all sockets with it, to tell nobody."""
+        self._socket.disable_monitor()
+        self._channel.close()
+
+    def _read(self, frames: list[bytes]) -> None:
+        message = parse_monitor_message(frames)
+        self._on_event(message["event"], message["value"])
+
+
+def new_socket(kind: int) -> "zmq.Socket[bytes]":
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, HWM_MESSAGES)
@@ -196,73 +224,58 @@ def _socket(kind: int) -> "zmq.Socket[bytes]":
     return socket
 
 
-def _bound(socket: "zmq.Socket[bytes]", bind: str) -> "zmq.Socket[bytes]":
+def _bound(socket: "zmq.Socket[bytes]", bind: str, audience: Audience) -> bool:
+    """Bind; whether keys guard the socket. Raises MeshError."""
     try:
+        secured = secure_bound(socket, bind, audience)
         socket.bind(bind)
-    except zmq.ZMQError as error:
+    except (ValueError, zmq.ZMQError) as error:
         socket.close(linger=0)
-        raise MeshError(f"cannot bind {bind}: {error.strerror}") from error
-    return socket
+        raise MeshError(f"cannot bind {bind}: {getattr(error, 'strerror', None) or error}") from error
+    return secured
 
 
-def _connected(socket: "zmq.Socket[bytes]", endpoint: str) -> "zmq.Socket[bytes]":
-    socket.setsockopt(zmq.RECONNECT_IVL, 20)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, _HEARTBEAT_TIMEOUT_MS)
-    try:
-        socket.connect(endpoint)
-    except zmq.ZMQError as error:
-        socket.close(linger=0)
-        raise MeshError(f"cannot connect to {endpoint!r}: {error.strerror}") from error
-    return socket
+def router(bind: str, on_frames: OnFrames, *, audience: Audience = Audience.MEMBERS) -> Channel:
+    """A bound ROUTER that raises, instead of dropping, when a peer is gone. Raises MeshError when it cannot bind.
 
-
-def router(bind: str, on_frames: OnFrames) -> Channel:
-    """A bound ROUTER that raises, instead of dropping, when a peer is gone. Raises MeshError when it cannot bind."""
-    socket = _socket(zmq.ROUTER)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    return Channel(_bound(socket, bind), on_frames, SocketFile(socket))
-
-
-class Dealer(Channel):
-    """A DEALER that keeps connecting to *endpoint*; *on_link* hears how its connection fares.
-
-    IMMEDIATE has a price: what a peer sent right before its connection went may be lost with it, unread. So an answer
-    that counts is followed by a pause before its sender ends. Raises MeshError for an address ZeroMQ does not take.
+    Where keys are in use, only those of *audience* are let in.
     """
+    socket = new_socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    watch = None
+    if _bound(socket, bind, audience):
+        watch = Watch(socket, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, _Refusals(bind).tell)
+    return Channel(socket, on_frames, SocketFile(socket), watch)
 
-    def __init__(self, endpoint: str, on_frames: OnFrames, on_link: Callable[[Link], None]) -> None:
-        socket = _socket(zmq.DEALER)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._on_link = on_link
-        self._watch = Channel(
-            socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED), self._on_event
-        )
-        try:
-            super().__init__(_connected(socket, endpoint), on_frames)
-        except MeshError:
-            self._watch.close()
-            raise
 
-    def close(self) -> None:
-        if not self._closed:
-            # First of all: ZeroMQ's I/O thread waits, and all sockets with it, to tell a watcher that is gone.
-            self._socket.disable_monitor()
-            self._watch.close()
-            super().close()
+class _Refusals:
+    """Logs, within bounds, who came to a secured socket without keys or with those of another mesh."""
 
-    def _on_event(self, frames: list[bytes]) -> None:
-        event = parse_monitor_message(frames)["event"]
-        self._on_link(Link.DOWN if event == zmq.EVENT_DISCONNECTED else Link.UP)
+    def __init__(self, bind: str) -> None:
+        self._bind = bind
+        self._allowance = LogAllowance()
+
+    def tell(self, _: int, reason: int) -> None:
+        unsaid = self._allowance.take(asyncio.get_running_loop().time())
+        if unsaid is not None:
+            log.warning("handshake_refused", bind=self._bind, reason=protocol_error(reason), unsaid=unsaid)
+
+
+def protocol_error(value: int) -> str:
+    """What ZeroMQ's reason for a failed handshake says about the keys."""
+    if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+        return "only one of the two ends uses keys (CURVE)"
+    if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+        return "the keys of the two ends do not fit"
+    return f"protocol error {value:#x} in the handshake"
 
 
 class Publisher:
     """A bound PUB. Slow subscribers miss messages, and nobody waits for them."""
 
     def __init__(self, bind: str) -> None:
-        self._socket = _bound(_socket(zmq.PUB), bind)
+        self._socket = new_socket(zmq.PUB)
+        _bound(self._socket, bind, Audience.MEMBERS)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._file = SocketFile(self._socket)
 
@@ -272,9 +285,3 @@ class Publisher:
     def close(self) -> None:
         self._socket.close(linger=LINGER_MS)
         self._file.remove()
-
-
-def subscriber(endpoint: str, on_frames: OnFrames) -> Channel:
-    socket = _socket(zmq.SUB)
-    socket.setsockopt(zmq.SUBSCRIBE, b"")
-    return Channel(_connected(socket, endpoint), on_frames)

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from mooncake_mesh.errors import MeshError, MooncakeError
-from mooncake_mesh.mesh import endpoint as sockets
+from mooncake_mesh.mesh.connecting import subscriber
+from mooncake_mesh.mesh.endpoint import Channel
 from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_proto import codec
 from mooncake_proto.control import (
@@ -50,7 +51,7 @@ class Membership:
         self._load = load
         self._on_registered = on_registered
         self._on_cluster = on_cluster
-        self._states: sockets.Channel | None = None
+        self._states: Channel | None = None
         self._states_endpoint = ""
         self._beat_now = asyncio.Event()
         self.registered = asyncio.Event()
@@ -98,7 +99,7 @@ class Membership:
             return
         if self._states is not None:
             self._states.close()
-        self._states = sockets.subscriber(endpoint, self._hear)
+        self._states = subscriber(endpoint, self._hear)
         self._states_endpoint = endpoint
 
     async def _beat(self, registered: Registered) -> None:

@@ -27,6 +27,8 @@ from mooncake_mesh.errors import (
     failure_of,
 )
 from mooncake_mesh.mesh import endpoint as sockets
+from mooncake_mesh.mesh.connecting import Dealer, Link
+from mooncake_mesh.mesh.curve import Audience, MeshKeys
 from mooncake_proto import codec
 from mooncake_proto.control import CancelCall, Failure
 from mooncake_proto.envelope import Envelope
@@ -65,16 +67,23 @@ class RpcServer:
     """A bound ROUTER and its handlers. Create inside a running loop.
 
     At most MAX_RUNNING_CALLS coroutine handlers run at once; a call beyond that is answered ``overloaded`` (retryable).
-    A handler that is cancelled answers nothing.
+    A handler that is cancelled answers nothing. Where keys are in use, only *audience* is let in.
     """
 
-    def __init__(self, bind: str, handlers: dict[type, Handler], tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        bind: str,
+        handlers: dict[type, Handler],
+        tasks: asyncio.TaskGroup,
+        *,
+        audience: Audience = Audience.MEMBERS,
+    ) -> None:
         self._handlers = {cls: (handler, inspect.iscoroutinefunction(handler)) for cls, handler in handlers.items()}
         self._tasks = tasks
         self._running: set[asyncio.Task[None]] = set()
         self._calls: dict[tuple[bytes, MessageId], asyncio.Task[None]] = {}
         self._is_closing = False
-        self._channel = sockets.router(bind, lambda frames: self._accept(frames[0], frames[1:]))
+        self._channel = sockets.router(bind, lambda frames: self._accept(frames[0], frames[1:]), audience=audience)
         self.endpoint = self._channel.endpoint
         self.refused_messages = 0
 
@@ -189,15 +198,18 @@ class RpcClient:
     """A DEALER to one peer. Create inside a running loop.
 
     When the connection drops, all open calls fail at once with PeerUnreachable and *on_lost* is called; the socket goes
-    on connecting to the same address, so a later call reaches the peer's next incarnation.
+    on connecting to the same address, so a later call reaches the peer's next incarnation. A peer that refuses our keys
+    fails calls with KeyRefused, which is a PeerUnreachable. *keys* are those of the process unless given.
     """
 
-    def __init__(self, endpoint: str, *, on_lost: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, endpoint: str, *, on_lost: Callable[[], None] | None = None, keys: MeshKeys | None = None
+    ) -> None:
         self.endpoint = endpoint
         self._on_lost = on_lost
         self._ids = itertools.count(1)
         self._open: dict[MessageId, asyncio.Queue[Any] | asyncio.Future[Any]] = {}
-        self._channel = sockets.Dealer(endpoint, self._accept, self._link_changed)
+        self._channel = Dealer(endpoint, self._accept, self._link_changed, keys)
         self.is_connected = False
         self.late_replies = 0
 
@@ -312,8 +324,8 @@ class RpcClient:
         else:
             waiter.put_nowait(body)
 
-    def _link_changed(self, link: sockets.Link) -> None:
-        self.is_connected = link is sockets.Link.UP
+    def _link_changed(self, link: Link) -> None:
+        self.is_connected = link is Link.UP
         if self.is_connected:
             return
         self._fail_open_calls("the connection was lost")

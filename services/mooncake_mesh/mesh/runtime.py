@@ -8,6 +8,9 @@ import structlog
 import uvloop
 import zmq
 
+from mooncake_mesh.mesh.curve import MeshKeys, using
+from mooncake_mesh.mesh.gatekeeper import Gatekeeper
+
 log = structlog.get_logger(__name__)
 
 
@@ -29,23 +32,26 @@ class Lifecycle:
             self.stopping.set()
 
 
-def main(run: Callable[[Lifecycle], Awaitable[None]]) -> int:
-    """Run one service until it returns; the process' exit code.
+def main(run: Callable[[Lifecycle], Awaitable[None]], keys: MeshKeys | None = None) -> int:
+    """Run one service until it returns; the process' exit code. Its tcp sockets are secured with *keys*, if any.
 
     Errors pass through to the caller. The ZeroMQ context is terminated, so sockets that were left open would show here.
     """
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_supervised(run))
+    with using(keys), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_supervised(run, keys))
     return 0
 
 
-async def _supervised(run: Callable[[Lifecycle], Awaitable[None]]) -> None:
+async def _supervised(run: Callable[[Lifecycle], Awaitable[None]], keys: MeshKeys | None) -> None:
     lifecycle = Lifecycle()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lifecycle.stop, signal.Signals(number).name)
+    gatekeeper = None if keys is None else Gatekeeper(keys)
     try:
         await run(lifecycle)
     finally:
+        if gatekeeper is not None:
+            gatekeeper.close()
         zmq.Context.instance().destroy(linger=250)
         log.info("stopped")

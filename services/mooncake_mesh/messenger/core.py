@@ -4,15 +4,17 @@ Every job belongs to one worker process (instance and incarnation); when that pr
 A transfer into a job's blocks is a landing; it ends before or with its job.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Final, TypeVar
 
 from mooncake_mesh.errors import InvalidRequest, NoFreeBlocks, SliceLost, TransferError
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.kv.block_pool import BlockPool, NoRoom, PoolEvent, Sealed
 from mooncake_mesh.kv.eviction import EvictionKind, eviction_policy
+from mooncake_mesh.kv.tenants import NO_QUOTAS, TenantQuotas
 from mooncake_mesh.messenger.landing import Landing, LandingState
 from mooncake_mesh.messenger.sending import Outbound
 from mooncake_mesh.messenger.store.slots import SlotTable
@@ -20,8 +22,13 @@ from mooncake_mesh.messenger.store.tiering import Target, joint_events, joint_ke
 from mooncake_proto.ids import BlockId, BlockKey, Incarnation, InstanceId, JobId, TransferId
 from mooncake_proto.transfer import Acquire, Acquired, PushBlocks, Slot
 
+_T = TypeVar("_T")
+
 _WHOLE: Final = 1
 """Layers of a transfer that moves blocks whole."""
+
+_REMEMBERED: Final = 1024
+"""Transfers of which the other end may yet ask: those that ended here, and those given up before they began here."""
 
 
 @dataclass(slots=True)
@@ -30,18 +37,36 @@ class _Job:
     incarnation: Incarnation
     blocks: list[BlockId]
     keys: list[BlockKey]
+    tenant: str
     landing: Landing | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a landing ended that is gone with its job; ``failure`` is empty for one that had landed."""
+
+    failure: str
 
 
 class MessengerCore:
     """Jobs, landings and outbound transfers over one pool. Called from one thread; keeps no clock."""
 
-    def __init__(self, *, n_blocks: int, block_bytes: int, eviction: EvictionKind = EvictionKind.LRU) -> None:
-        self.pool = BlockPool(n_blocks, eviction=eviction_policy(eviction))
+    def __init__(
+        self,
+        *,
+        n_blocks: int,
+        block_bytes: int,
+        eviction: EvictionKind = EvictionKind.LRU,
+        quotas: TenantQuotas = NO_QUOTAS,
+    ) -> None:
+        self.pool = BlockPool(n_blocks, eviction=eviction_policy(eviction), quotas=quotas)
+        self._quotas = quotas
         self.block_bytes = block_bytes
         self.slots: SlotTable | None = None  # the SSD tier, where there is one
         self._jobs: dict[JobId, _Job] = {}
         self._landings: dict[TransferId, Landing] = {}
+        self._given_up: OrderedDict[TransferId, str] = OrderedDict()
+        self._ended: OrderedDict[TransferId, Ended] = OrderedDict()
         self._outbound: dict[TransferId, Outbound] = {}
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
@@ -54,9 +79,14 @@ class MessengerCore:
         """Keys worth fetching from another node for *request*: those past what this arena holds of its prefix."""
         wanted = list(islice(split_keys(request.keys), min(request.fetch_blocks, request.max_cached_blocks)))
         missing = wanted[len(self.pool.match(wanted)) :]
-        if self.slots is not None and prefix_on_ssd(self.slots, missing) == len(missing):
+        may_read = request.read_limit_blocks is None or request.read_limit_blocks >= len(wanted)
+        if may_read and self.slots is not None and prefix_on_ssd(self.slots, missing) == len(missing):
             return []
         return missing
+
+    def readable_prefix(self, request: Acquire) -> list[BlockKey]:
+        """The prefix of *request* as far as it may come from this node's tiers."""
+        return list(islice(split_keys(request.keys), _readable_blocks(request)))
 
     def cached_prefix(self, request: Acquire) -> list[BlockId]:
         """Blocks that *request* would find sealed now."""
@@ -71,6 +101,9 @@ class MessengerCore:
             raise InvalidRequest(f"job {request.job_id} has its blocks already", param="job_id")
         if request.n_blocks > self.pool.n_blocks:
             raise InvalidRequest(f"{request.n_blocks} blocks exceed the arena's {self.pool.n_blocks}", param="n_blocks")
+        quota = self._quotas.of(request.tenant)
+        if quota is not None and request.n_blocks > quota:
+            raise InvalidRequest(f"{request.n_blocks} blocks exceed the tenant's quota of {quota}", param="n_blocks")
         if request.landing is not None:
             self._check_layers(request.landing_layers, "landing_layers")
             if request.landing in self._landings:
@@ -79,11 +112,11 @@ class MessengerCore:
         cached = self.pool.match(keys[: min(request.max_cached_blocks, request.n_blocks)])
         holder = _holder(request.job_id)
         self.pool.hold(holder, cached)
-        fresh = self.pool.reserve(holder, request.n_blocks - len(cached))
+        fresh = self.pool.reserve(holder, request.n_blocks - len(cached), tenant=request.tenant)
         if isinstance(fresh, NoRoom):
             self.pool.release(holder)
             return fresh
-        job = _Job(request.instance_id, request.incarnation, [*cached, *fresh], keys)
+        job = _Job(request.instance_id, request.incarnation, [*cached, *fresh], keys, request.tenant)
         self._jobs[request.job_id] = job
         if request.landing is not None:
             last = min(request.landing_blocks, request.n_blocks)
@@ -95,7 +128,8 @@ class MessengerCore:
         job = self._jobs.get(job_id)
         if job is None:
             return []
-        got = self.pool.reserve(_holder(job_id), min(wanted, self.pool.available_blocks))
+        wanted = min(wanted, self.pool.available_to(job.tenant))
+        got = self.pool.reserve(_holder(job_id), wanted, tenant=job.tenant)
         assert not isinstance(got, NoRoom), "asked for no more than there is"
         job.blocks += got
         return got
@@ -124,6 +158,7 @@ class MessengerCore:
         if job.landing is not None:
             job.landing.fail(why)
             del self._landings[job.landing.transfer_id]
+            _remember(self._ended, job.landing.transfer_id, Ended(failure=job.landing.failure))
             ended.append(job.landing.transfer_id)
         self.pool.release(_holder(job_id))
         return ended
@@ -145,41 +180,46 @@ class MessengerCore:
         """Keys that this node began or ceased to hold, in either tier."""
         return self.pool.drain_events() if self.slots is None else joint_events(self.pool, self.slots)
 
-    def keys(self) -> list[BlockKey]:
-        """All keys that this node holds, in either tier."""
-        return self.pool.keys() if self.slots is None else joint_keys(self.pool, self.slots)
+    def keys(self) -> tuple[list[BlockKey], list[BlockKey]]:
+        """All keys in the arena, and all others that this node holds."""
+        return (self.pool.keys(), []) if self.slots is None else joint_keys(self.pool, self.slots)
 
     def promotion(self, request: Acquire, acquired: Acquired) -> Target:
         """Where to read what SSD holds of the prefix of a job that was just given its blocks."""
-        keys = list(split_keys(request.keys))[acquired.cached_blocks : request.max_cached_blocks]
+        keys = list(split_keys(request.keys))[acquired.cached_blocks : _readable_blocks(request)]
         blocks = [BlockId(block) for block in acquired.blocks[acquired.cached_blocks :]]
         return Target(holder=_holder(request.job_id), blocks=blocks, keys=keys)
 
     def open_promotion(
-        self, job_id: JobId, request: PushBlocks, owner: InstanceId, incarnation: Incarnation
+        self, job_id: JobId, keys: Sequence[BlockKey], tenant: str, owner: InstanceId, incarnation: Incarnation
     ) -> Target | None:
-        """Reserve blocks for what SSD holds of a prefix that a peer asks for; a job of its own, which its user ends.
+        """Reserve blocks for what SSD holds of the prefix *keys*; a job of its own, which its user ends.
 
         The part that is in the arena is held meanwhile. None without anything to read, or room for it.
         """
         if self.slots is None:
             return None
-        keys = list(split_keys(request.keys))
         cached = self.pool.match(keys)
-        missing = keys[len(cached) :]
+        missing = list(keys[len(cached) :])
         n_blocks = prefix_on_ssd(self.slots, missing)
-        if n_blocks == 0 or n_blocks > self.pool.available_blocks - len(cached):
+        if n_blocks == 0:
             return None
         self.pool.hold(_holder(job_id), cached)
-        blocks = self.pool.reserve(_holder(job_id), n_blocks)
-        assert not isinstance(blocks, NoRoom), "there is room beside those just held"
-        self._jobs[job_id] = _Job(owner, incarnation, [*cached, *blocks], keys)
+        blocks = self.pool.reserve(_holder(job_id), n_blocks, tenant=tenant)
+        if isinstance(blocks, NoRoom):
+            self.pool.release(_holder(job_id))
+            return None
+        self._jobs[job_id] = _Job(owner, incarnation, [*cached, *blocks], list(keys), tenant)
         return Target(holder=_holder(job_id), blocks=blocks, keys=missing)
 
     # --- landings -----------------------------------------------------------------------------------------------------
 
     def landing(self, transfer_id: TransferId) -> Landing | None:
         return self._landings.get(transfer_id)
+
+    def landing_or_end(self, transfer_id: TransferId) -> Landing | Ended | None:
+        """The landing, or how it ended: its sender may come when there is nothing to send any more."""
+        return self._landings.get(transfer_id) or self._ended.get(transfer_id)
 
     def open_fetch(self, transfer_id: TransferId, owner: Acquire, keys: Sequence[BlockKey], now_s: float) -> Landing:
         """Reserve blocks for a prefix that another node will push; a job of its own, named after the transfer.
@@ -189,12 +229,25 @@ class MessengerCore:
         Raises NoFreeBlocks: a fetch is an optimisation and waits for nobody.
         """
         job_id = JobId(transfer_id)
-        blocks = self.pool.reserve(_holder(job_id), len(keys))
+        blocks = self.pool.reserve(_holder(job_id), len(keys), tenant=owner.tenant)
         if isinstance(blocks, NoRoom):
             raise NoFreeBlocks(f"no room to fetch {len(keys)} blocks")
-        job = _Job(owner.instance_id, owner.incarnation, blocks, list(keys))
+        job = _Job(owner.instance_id, owner.incarnation, blocks, list(keys), owner.tenant)
         self._jobs[job_id] = job
         return self._open(job, job_id, transfer_id, range(len(keys)), _WHOLE, now_s)
+
+    def give_up(self, transfer_id: TransferId, why: str) -> Landing | None:
+        """The sender sends no more: fail the landing, or, where there is none yet, the one that is opened for it later.
+
+        The two ends of a transfer are told of it by different ways, so its abort may come first.
+        """
+        landing = self._landings.get(transfer_id)
+        if landing is not None:
+            landing.fail(why)
+            return landing
+        if transfer_id not in self._ended:
+            _remember(self._given_up, transfer_id, why)
+        return None
 
     def settle(self, landing: Landing) -> None:
         """After writes into a landing ended: once it has landed, share its whole blocks. Again is fine."""
@@ -211,6 +264,8 @@ class MessengerCore:
         slots = [Slot(logical=i, block=job.blocks[i], generation=self.pool.generation(job.blocks[i])) for i in logicals]
         slice_bytes = self.block_bytes // layers
         landing = Landing(transfer_id, job_id, slots, layers=layers, slice_bytes=slice_bytes, now_s=now_s)
+        if transfer_id in self._given_up:
+            landing.fail(self._given_up.pop(transfer_id))
         job.landing = landing
         self._landings[transfer_id] = landing
         return landing
@@ -239,7 +294,7 @@ class MessengerCore:
         keys = list(split_keys(request.keys))
         blocks = self.pool.match(keys)
         self.pool.hold(_holder(job_id), blocks)
-        self._jobs[job_id] = _Job(owner, incarnation, blocks, keys)
+        self._jobs[job_id] = _Job(owner, incarnation, blocks, keys, request.tenant)
         return self._outbox(request.transfer_id, job_id, blocks, _WHOLE)
 
     def _check_layers(self, layers: int, param: str) -> None:
@@ -252,5 +307,16 @@ class MessengerCore:
         return outbound
 
 
+def _remember(table: OrderedDict[TransferId, _T], transfer_id: TransferId, what: _T) -> None:
+    table[transfer_id] = what
+    if len(table) > _REMEMBERED:
+        table.popitem(last=False)
+
+
 def _holder(job_id: JobId) -> str:
     return f"job:{job_id}"
+
+
+def _readable_blocks(request: Acquire) -> int:
+    limit = request.read_limit_blocks
+    return request.max_cached_blocks if limit is None else min(limit, request.max_cached_blocks)

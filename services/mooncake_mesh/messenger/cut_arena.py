@@ -1,7 +1,7 @@
 """What a messenger has once its arena is cut into blocks: the pool's core, transfers both ways, the SSD tier."""
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import replace
 from time import monotonic
 from typing import Final
@@ -17,11 +17,12 @@ from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.publisher import KvPublisher
+from mooncake_mesh.messenger.read_ahead import AheadReader
 from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.ssd import NodeSsd
 from mooncake_proto.control import Load
-from mooncake_proto.ids import Incarnation, JobId, TransferId
+from mooncake_proto.ids import BLOCK_KEY_BYTES, Incarnation, JobId, TransferId
 from mooncake_proto.transfer import (
     Acquire,
     Acquired,
@@ -30,6 +31,8 @@ from mooncake_proto.transfer import (
     Grown,
     PushBlocks,
     Pushing,
+    ReadAhead,
+    Replicate,
     Seal,
     SendReport,
     SliceReady,
@@ -39,7 +42,8 @@ from mooncake_proto.transfer import (
 log = structlog.get_logger(__name__)
 
 _FETCH_TIMEOUT_S: Final = 20.0
-_REMEMBERED_DEAD: Final = 1024
+_MOST_WORKERS: Final = 4096
+_TENANTS_REPORTED: Final = 32
 
 
 class CutArena:
@@ -69,7 +73,10 @@ class CutArena:
         self._me = me
         self._endpoint = endpoint
         self._room = Bell()
-        self._gone: OrderedDict[Incarnation, None] = OrderedDict()
+        self._fetches: dict[TransferId, str] = {}
+        self._attached: OrderedDict[Incarnation, None] = OrderedDict()
+        self._replicating: asyncio.Task[None] | None = None
+        self._ahead = AheadReader(core, ssd, tasks, me=me, end_job=self.end_job)
 
     def load(self) -> Load:
         pool = self.core.pool
@@ -79,6 +86,7 @@ class CutArena:
             blocks_free=pool.free_blocks,
             blocks_cached=pool.sealed_blocks,
             blocks_evictable=pool.evictable_blocks,
+            tenants=dict(Counter(pool.tenant_usage()).most_common(_TENANTS_REPORTED)),
             transferred_bytes=self.sender.sent_bytes,
             transports=",".join(sorted(self.sender.transports)),
         )
@@ -88,27 +96,59 @@ class CutArena:
 
     def came(self, incarnation: Incarnation) -> None:
         """A worker attached."""
-        self._gone.pop(incarnation, None)
+        self._attached[incarnation] = None
+        if len(self._attached) > _MOST_WORKERS:
+            self._attached.popitem(last=False)
 
     async def acquire(self, request: Acquire) -> Acquired:
-        """Waits for room, and for the landing if there is one, for as long as the call's deadline allows."""
+        """Waits for room, and for the landing if there is one, for as long as the call's deadline allows.
+
+        Raises PeerUnreachable for a worker that has not attached to this life of the messenger, or has died since:
+        nobody would ever release what it got.
+        """
         core, receiver = self.core, self.receiver
+        self._check_attached(request)
         if request.fetch_from and request.fetch_blocks:
             await self._fetch_prefix(request)
 
         def attempt() -> Acquired | None:
-            if request.incarnation in self._gone:  # nobody would ever release what it got
-                raise PeerUnreachable(f"{request.instance_id} is gone")
+            self._check_attached(request)
             result = core.acquire(request, monotonic())
             return None if isinstance(result, NoRoom) else result
 
+        if request.landing is None:
+            await self._ahead.join(core.readable_prefix(request), request.job_id)
         await self._ssd.make_room(core, request)
         acquired = await self._room.until(attempt)
+        self._ahead.end(request.job_id)
         self._publish()
         if request.landing is None:
             return await self._ssd.promoted(core, request, acquired)
         receiver.changed.ring()
         return replace(acquired, landed=await receiver.landed(request.landing))
+
+    def _check_attached(self, request: Acquire) -> None:
+        if request.incarnation not in self._attached:
+            raise PeerUnreachable(f"{request.instance_id} has not attached to this arena, or is gone")
+
+    def replicate(self, order: Replicate) -> None:
+        """Copy a hot prefix in the background, one at a time."""
+        if self._replicating is not None and not self._replicating.done():
+            log.info("replica_declined", source=order.source)
+            return
+        n_blocks = len(order.keys) // BLOCK_KEY_BYTES
+        request = Acquire(
+            job_id=JobId(f"replica-{uuid4().hex}"),
+            instance_id=self._me.instance_id,
+            incarnation=self._me.incarnation,
+            keys=order.keys,
+            n_blocks=n_blocks,
+            max_cached_blocks=n_blocks,
+            fetch_from=order.source,
+            fetch_blocks=n_blocks,
+            tenant=order.tenant,
+        )
+        self._replicating = self._tasks.create_task(self._fetch_prefix(request))
 
     async def _fetch_prefix(self, request: Acquire) -> None:
         """Copy missing prefix blocks from another node. Whatever goes wrong, the job computes them instead."""
@@ -117,11 +157,17 @@ class CutArena:
         if not keys:
             return
         transfer_id = TransferId(uuid4().hex)
+        self._fetches[transfer_id] = request.fetch_from
         try:
             landing = core.open_fetch(transfer_id, request, keys, monotonic())
             receiver.changed.ring()
             push = PushBlocks(
-                transfer_id=transfer_id, target=self._endpoint, keys=join_keys(keys), deadline_s=_FETCH_TIMEOUT_S
+                transfer_id=transfer_id,
+                target=self._endpoint,
+                keys=join_keys(keys),
+                deadline_s=_FETCH_TIMEOUT_S,
+                job_id=request.job_id,
+                tenant=request.tenant,
             )
             pushing = await self._peers.get(request.fetch_from).call(push, Pushing, timeout_s=_FETCH_TIMEOUT_S)
             landing.shorten(pushing.n_blocks)
@@ -139,7 +185,14 @@ class CutArena:
         except (MooncakeError, TimeoutError) as error:
             log.warning("prefix_fetch_failed", job_id=request.job_id, source=request.fetch_from, error=str(error)[:200])
         finally:
+            del self._fetches[transfer_id]
             self.end_job(JobId(transfer_id), "the fetch is over")
+
+    def peer_lost(self, endpoint: str) -> None:
+        """The connection to another messenger is gone: what it was to push will not come, and its job computes it."""
+        for transfer_id in [one for one, source in self._fetches.items() if source == endpoint]:
+            self.core.give_up(transfer_id, f"{endpoint} is gone")
+            self.receiver.changed.ring()
 
     def grow(self, request: Grow) -> Grown:
         got = {job_id: self.core.grow(JobId(job_id), wanted) for job_id, wanted in request.wanted.items()}
@@ -152,19 +205,22 @@ class CutArena:
 
     def worker_gone(self, holder: Holder) -> None:
         """The kernel closed a worker's connection: it writes no more, whatever became of it."""
-        self._gone[holder.incarnation] = None
-        if len(self._gone) > _REMEMBERED_DEAD:
-            self._gone.popitem(last=False)
+        self._attached.pop(holder.incarnation, None)
         jobs = self.core.jobs_of(holder.instance_id, holder.incarnation)
         log.info("holder_gone", holder=holder.instance_id, jobs=len(jobs))
         for job_id in jobs:
             self.end_job(job_id, f"{holder.instance_id} is gone")
         self._room.ring()
 
+    def read_ahead(self, order: ReadAhead) -> None:
+        """A request was placed whose prefix is on this node's SSD."""
+        self._ahead.announce(order)
+
     def end_job(self, job_id: JobId, why: str) -> None:
         for transfer_id in self.core.release(job_id, why):
             self.sender.forget(transfer_id)
             self.receiver.forget(transfer_id)
+        self._ahead.end(job_id)
         self.pool_changed()
 
     def pool_changed(self) -> None:
@@ -193,14 +249,17 @@ class CutArena:
 
     async def push_blocks(self, request: PushBlocks) -> Pushing:
         core, sender = self.core, self.sender
-        promotion = JobId(f"promote-{uuid4().hex}")
+        promotion, keys = JobId(f"promote-{uuid4().hex}"), list(split_keys(request.keys))
+        await self._ahead.join(keys, request.job_id)
         try:
-            target = core.open_promotion(promotion, request, self._me.instance_id, self._me.incarnation)
+            target = core.open_promotion(promotion, keys, request.tenant, self._me.instance_id, self._me.incarnation)
             if target is not None:
                 await self._ssd.read(target)
             outbound = core.start_push(request, self._me.instance_id, self._me.incarnation)
         finally:
             self.end_job(promotion, "the prefix is in the arena")
+            if request.job_id is not None:
+                self._ahead.end(request.job_id)
         n_blocks = outbound.n_blocks
         if n_blocks == 0:
             self.end_job(outbound.job_id, "nothing to push")
@@ -221,6 +280,10 @@ class CutArena:
 
     async def close(self) -> None:
         """End all jobs; senders have told their receivers when this returns."""
+        await self._ahead.close()
+        if self._replicating is not None:
+            self._replicating.cancel()
+            await asyncio.gather(self._replicating, return_exceptions=True)
         for job_id in self.core.all_jobs():
             self.end_job(job_id, "the messenger stops")
         await self.sender.close()

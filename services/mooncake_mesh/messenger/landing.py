@@ -68,6 +68,11 @@ class Landing:
         self._missing = {slot.logical: (1 << layers) - 1 for slot in slots}
         self._in_flight: set[tuple[int, int]] = set()
 
+    @property
+    def is_quiet(self) -> bool:
+        """No write is in flight."""
+        return not self._in_flight
+
     def admit(self, spans: Sequence[SliceSpan], pool: BlockPool) -> list[Destination]:
         """Destinations of those *spans* that are new; a write is begun for each. All of them or none.
 

@@ -71,5 +71,5 @@ class KvPublisher:
         if batch is Unsendable.NOTHING_NEW:
             return None
         if isinstance(batch, Unsendable):
-            return self._log.snapshot(self._core.keys() if self._core is not None else [])
+            return self._log.snapshot(*(self._core.keys() if self._core is not None else ([], [])))
         return batch

@@ -12,10 +12,11 @@ from mooncake_mesh.config import TransportKind
 from mooncake_mesh.errors import PeerUnreachable, SliceLost, TransferError
 from mooncake_mesh.mesh.arena import BorrowedArena
 from mooncake_mesh.mesh.bell import Bell
-from mooncake_mesh.messenger.core import MessengerCore
+from mooncake_mesh.messenger.core import Ended, MessengerCore
 from mooncake_mesh.messenger.landing import Destination, Landing, LandingState, SliceSpan
 from mooncake_mesh.messenger.transports.api import Incoming, LinkLost
 from mooncake_mesh.messenger.transports.crew import Crew
+from mooncake_mesh.messenger.transports.link_auth import new_secret
 from mooncake_mesh.messenger.transports.shm import Copy, SourceArenas, copy_in
 from mooncake_proto.ids import TransferId
 from mooncake_proto.rdma import RdmaMemory
@@ -26,6 +27,7 @@ from mooncake_proto.transfer import (
     OpenTransfer,
     SliceAck,
     SliceOffer,
+    Slot,
     TransferPlan,
 )
 
@@ -72,13 +74,19 @@ class Receiver:
         self._on_written = on_written
         self._opened: dict[TransferId, _Opened] = {}
         self._by_token: dict[bytes, _Opened] = {}
+        self._draining: dict[bytes, _Opened] = {}  # over with their jobs, and still being written
         self.changed = Bell()
         self.received_bytes = 0
         self.data_port = 0
+        self.link_secret = new_secret()
 
     async def open(self, request: OpenTransfer) -> TransferPlan:
-        """Tell a sender where its blocks go. Waits for the landing to be reserved (the call's deadline bounds it)."""
-        landing = await self.changed.until(lambda: self._core.landing(request.transfer_id))
+        """Tell a sender where its blocks go. Waits for the landing to be reserved (the call's deadline bounds it).
+
+        A landing that is over and had all its KV (its job was short, or found everything cached) wants no block.
+        Raises SliceLost for one that failed.
+        """
+        landing: Landing | Ended = await self.changed.until(lambda: self._core.landing_or_end(request.transfer_id))
         if request.source.block_bytes != self._core.block_bytes:
             raise TransferError(
                 f"blocks of {request.source.block_bytes} bytes do not fit this arena's of {self._core.block_bytes}"
@@ -86,18 +94,27 @@ class Receiver:
         if request.transfer_id in self._opened:
             raise SliceLost(f"transfer {request.transfer_id} has a sender already")
         transport, source = await self._choose(request)
-        if self._core.landing(request.transfer_id) is not landing:
-            raise SliceLost(f"transfer {request.transfer_id} has ended: {landing.failure}")
+        landing = self._core.landing_or_end(request.transfer_id) or landing
         token = secrets.token_bytes(16)
+        if isinstance(landing, Ended):
+            if landing.failure:
+                raise SliceLost(f"transfer {request.transfer_id} has ended: {landing.failure}")
+            return self._plan(request, transport, token, ())
+        if request.transfer_id in self._opened:  # a twin of this call was faster
+            raise SliceLost(f"transfer {request.transfer_id} has a sender already")
         opened = _Opened(landing=landing, token=token, source=source)
         self._opened[request.transfer_id] = self._by_token[token] = opened
+        return self._plan(request, transport, token, landing.slots)
+
+    def _plan(self, request: OpenTransfer, transport: str, token: bytes, slots: tuple[Slot, ...]) -> TransferPlan:
         return TransferPlan(
             transfer_id=request.transfer_id,
             transport=transport,
             tcp_host=self.data_host,
             tcp_port=self.data_port,
             token=token.hex(),
-            slots=landing.slots,
+            slots=slots,
+            link_secret=self.link_secret.hex() if transport == TransportKind.TCP.value else "",
         )
 
     async def landed(self, transfer_id: TransferId) -> Landed:
@@ -114,19 +131,26 @@ class Receiver:
             last_slice_s=landing.last_slice_s - landing.opened_s,
         )
 
-    def abort(self, transfer_id: TransferId, why: str) -> None:
-        """The sender has given up."""
-        landing = self._core.landing(transfer_id)
-        if landing is not None:
-            landing.fail(why)
-            self.changed.ring()
+    async def abort(self, transfer_id: TransferId, why: str) -> None:
+        """The sender has given up. Returns after the last write: its memory is read no more."""
+        self._core.give_up(transfer_id, why)
+        self.changed.ring()
+        opened = self._opened.get(transfer_id) or self._drained(transfer_id)
+        if opened is not None:
+            landing = opened.landing
+            await self.changed.until(lambda: True if landing.is_quiet else None)
 
     def forget(self, transfer_id: TransferId) -> None:
         """The landing has ended with its job; late slices find nothing."""
         opened = self._opened.pop(transfer_id, None)
         if opened is not None:
             del self._by_token[opened.token]
+            if not opened.landing.is_quiet:
+                self._draining[opened.token] = opened
         self.changed.ring()
+
+    def _drained(self, transfer_id: TransferId) -> _Opened | None:
+        return next((one for one in self._draining.values() if one.landing.transfer_id == transfer_id), None)
 
     # --- shared memory and RDMA ---------------------------------------------------------------------------------------
 
@@ -196,13 +220,7 @@ class Receiver:
         return opened.landing.admit([item.span for item in incoming], self._core.pool)
 
     def end(self, token: bytes, destinations: Sequence[Destination], error: TransferError | None) -> None:
-        opened = self._by_token.get(token)
-        if opened is None:  # the job ended while its slice was on the wire
-            for place in destinations:
-                self._core.pool.end_write(place.block)
-            self._on_written()
-            return
-        self._finish(opened, destinations, error)
+        self._finish(self._by_token.get(token) or self._draining[token], destinations, error)
 
     def _finish(self, opened: _Opened, destinations: Sequence[Destination], error: TransferError | None) -> None:
         if isinstance(error, LinkLost):
@@ -215,6 +233,8 @@ class Receiver:
             opened.landing.written(destinations, self._core.pool, monotonic())
             self.received_bytes += sum(place.size_bytes for place in destinations)
             self._core.settle(opened.landing)
+        if opened.landing.is_quiet:
+            self._draining.pop(opened.token, None)
         if opened.landing.state is not LandingState.OPEN:
             self.changed.ring()
         self._on_written()

@@ -1,6 +1,7 @@
 """Streaming KV out of this node's arena while prefill still computes: one task for each transfer."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Final
 import structlog
 
 from mooncake_mesh.config import ChecksumKind, TransportKind
-from mooncake_mesh.errors import MeshError, MooncakeError, SliceLost, TransferError
+from mooncake_mesh.errors import MooncakeError, SliceLost, TransferError
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.sending import Outbound, OutgoingSlice
 from mooncake_mesh.messenger.transports.api import SealedSlice, SendPath, checksum
@@ -18,16 +19,20 @@ from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
 from mooncake_mesh.messenger.transports.shm import ShmSendPath
 from mooncake_mesh.messenger.transports.tcp import tcp_connections
+from mooncake_proto.control import Ok
 from mooncake_proto.ids import TransferId
 from mooncake_proto.rdma import RdmaMemory
 from mooncake_proto.transfer import AbortTransfer, ArenaInfo, OpenTransfer, SendReport, SliceReady, TransferPlan
 
 log = structlog.get_logger(__name__)
 
-_BATCH_BYTES: Final = 4 << 20
+_BATCH_BYTES: Final = 8 << 20
 _BATCHES_UNDER_WAY: Final = 3
 _INLINE_BYTES: Final = 64 << 10
 _ACK_TIMEOUT_S: Final = 30.0
+_MOST_RECEIVERS: Final = 1024
+_ABORT_TIMEOUT_S: Final = 10.0
+_LAST_WORDS_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -67,9 +72,10 @@ class Sender:
         self._checksums = checksums
         self._tcp_connections = tcp_connections
         self._rdma = rdma
-        self._tcp: dict[tuple[str, int], Connections] = {}
+        self._tcp: OrderedDict[tuple[str, int], tuple[bytes, Connections]] = OrderedDict()
         self._sending: dict[TransferId, _Sending] = {}
         self._stopping: set[asyncio.Task[None]] = set()
+        self._aborting: set[asyncio.Task[None]] = set()
         self.sent_bytes = 0
         self.transports: set[str] = set()
 
@@ -109,14 +115,22 @@ class Sender:
         """The job of a transfer is over; one that still runs is stopped and the receiver told."""
         sending = self._sending.pop(transfer_id, None)
         if sending is not None and sending.task is not None and not sending.done.is_set():
+            self._failed(sending, SliceLost("the sender's job was released"))  # the task may not even have begun
             sending.task.cancel()
             self._stopping.add(sending.task)
             sending.task.add_done_callback(self._stopping.discard)
 
     async def close(self) -> None:
-        """Close the connections, once every stopped transfer has told its receiver. All must be forgotten before."""
+        """Close the connections, once every stopped transfer has told its receiver, or that takes too long.
+
+        All must be forgotten before.
+        """
         await asyncio.gather(*self._stopping, return_exceptions=True)
-        for connections in self._tcp.values():
+        if self._aborting:
+            await asyncio.wait(self._aborting, timeout=_LAST_WORDS_S)
+        for task in self._aborting:
+            task.cancel()
+        for _, connections in self._tcp.values():
             connections.close()
 
     async def _run(self, sending: _Sending, deadline_s: float) -> None:
@@ -129,9 +143,6 @@ class Sender:
             self._failed(sending, SliceLost(f"transfer {outbound.transfer_id} took over {deadline_s:g} s"))
         except MooncakeError as error:
             self._failed(sending, error if isinstance(error, TransferError) else TransferError(str(error)))
-        except asyncio.CancelledError:
-            self._failed(sending, SliceLost("the sender's job was released"))
-            raise
         finally:
             sending.done.set()
 
@@ -145,10 +156,21 @@ class Sender:
         self.transports.add(plan.transport)
         if plan.transport in (TransportKind.SHM.value, TransportKind.RDMA.value):
             return ShmSendPath(peer, transfer_id, name=plan.transport, timeout_s=_ACK_TIMEOUT_S)
-        address = (plan.tcp_host, plan.tcp_port)
-        if address not in self._tcp:
-            self._tcp[address] = tcp_connections(*address, self._tcp_connections)
-        return LinkPath(self._tcp[address], bytes.fromhex(plan.token), self._arena)
+        return LinkPath(self._connections_of(plan), bytes.fromhex(plan.token), self._arena)
+
+    def _connections_of(self, plan: TransferPlan) -> Connections:
+        """Those to the receiver's current life: another one on the same address has another secret."""
+        address, secret = (plan.tcp_host, plan.tcp_port), bytes.fromhex(plan.link_secret)
+        known_secret, connections = self._tcp.get(address, (None, None))
+        if connections is None or known_secret != secret:
+            if connections is not None:
+                connections.close()
+            connections = tcp_connections(*address, secret, self._tcp_connections)
+            self._tcp[address] = secret, connections
+            if len(self._tcp) > _MOST_RECEIVERS:  # each life of a receiver has a port of its own
+                self._tcp.popitem(last=False)[1][1].close()
+        self._tcp.move_to_end(address)
+        return connections
 
     async def _stream(self, sending: _Sending, path: SendPath) -> None:
         """A few batches are under way at a time: one is sealed while another travels. Raises TransferError."""
@@ -195,7 +217,14 @@ class Sender:
         sending.failure = error
         transfer_id = sending.outbound.transfer_id
         log.warning("send_failed", transfer_id=transfer_id, target=sending.target, code=error.code, error=str(error))
+        task = self._tasks.create_task(self._abort(sending.target, transfer_id, str(error)[:200]))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
+
+    async def _abort(self, target: str, transfer_id: TransferId, why: str) -> None:
+        """Tell the receiver, who may be waiting for slices; also over a connection that does not stand yet."""
+        abort = AbortTransfer(transfer_id=transfer_id, reason=why)
         try:
-            self._peers.get(sending.target).post(AbortTransfer(transfer_id=transfer_id, reason=str(error)[:200]))
-        except MeshError as unreachable:
-            log.info("abort_undelivered", transfer_id=transfer_id, code=unreachable.code)
+            await self._peers.get(target).call(abort, Ok, timeout_s=_ABORT_TIMEOUT_S)
+        except MooncakeError as error:
+            log.info("abort_undelivered", transfer_id=transfer_id, code=error.code)

@@ -5,6 +5,7 @@ socket who connects            what flows
 ====== ======================= =========================================================
 ROUTER workers of this node    Attach, Acquire, Grow, Seal, Release, StartSend …
 ROUTER other messengers        OpenTransfer, SliceOffer, ConnectQp, AbortTransfer, PushBlocks
+ROUTER conductor               ReadAhead, Replicate
 Unix   workers, messengers     the arena's descriptor; open for the life of the process
 TCP    other messengers        slices, where the transport is tcp
 ====== ======================= =========================================================
@@ -12,19 +13,22 @@ TCP    other messengers        slices, where the transport is tcp
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from mooncake_mesh.config import MessengerConfig, TransportKind
+from mooncake_mesh.config_tenants import tenant_quotas
 from mooncake_mesh.errors import (
     ConfigError,
     InvalidRequest,
     NoFreeBlocks,
     TransferError,
 )
-from mooncake_mesh.mesh.arena import Arena, ArenaServer, Holder
+from mooncake_mesh.mesh.arena import ArenaServer, Holder
+from mooncake_mesh.mesh.arena_memory import Arena
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
@@ -54,7 +58,9 @@ from mooncake_proto.transfer import (
     OpenTransfer,
     PushBlocks,
     Pushing,
+    ReadAhead,
     Release,
+    Replicate,
     Seal,
     SendReport,
     SliceAck,
@@ -80,11 +86,11 @@ class MessengerService:
         self._config = config
         self._tasks = tasks
         self._incarnation = new_incarnation()
-        self._arena = Arena.create(config.arena_bytes)
+        self._arena = Arena.create(config.arena_bytes, config.pages)
         self._holder = Holder(instance_id=InstanceId(config.instance_id), incarnation=self._incarnation)
         self._crew = Crew(_COPY_THREADS)
         self._sources = SourceArenas(self._holder)
-        self._peers = Phonebook()
+        self._peers = Phonebook(on_lost=self._peer_lost)
         self._conductor = RpcClient(config.conductor)
         self._publisher = KvPublisher(self._conductor, NodeId(config.node_id), self._incarnation)
         self._membership: Membership | None = None
@@ -116,6 +122,8 @@ class MessengerService:
             SliceOffer: self._slice_offer,
             AbortTransfer: self._abort_transfer,
             PushBlocks: self._push_blocks,
+            ReadAhead: self._read_ahead,
+            Replicate: self._replicate,
         }
 
     async def run(self, lifecycle: Lifecycle) -> None:
@@ -136,7 +144,9 @@ class MessengerService:
         ]
         if self._config.transport is TransportKind.RDMA:
             self._rdma = self._open_rdma()
-        lifecycle.ready(endpoint=self._server.endpoint, arena_bytes=self._config.arena_bytes)
+        lifecycle.ready(
+            endpoint=self._server.endpoint, arena_bytes=self._config.arena_bytes, pages=self._arena.pages.value
+        )
         await lifecycle.stopping.wait()
         await membership.leave()
         for task in background:
@@ -165,7 +175,7 @@ class MessengerService:
         self._publisher.restart()
 
     def _load(self) -> Load:
-        return Load() if self._cut is None else self._cut.load()
+        return replace(Load() if self._cut is None else self._cut.load(), pages=self._arena.pages.value)
 
     def _ping(self, _: Ping, __: Caller) -> Pong:
         return Pong(
@@ -203,7 +213,8 @@ class MessengerService:
                 self._lifecycle.stop("ssd_dir refused")
             raise
         n_blocks = config.arena_bytes // block_bytes
-        core = MessengerCore(n_blocks=n_blocks, block_bytes=block_bytes, eviction=config.eviction)
+        quotas = tenant_quotas(config.tenant_quotas, n_blocks)
+        core = MessengerCore(n_blocks=n_blocks, block_bytes=block_bytes, eviction=config.eviction, quotas=quotas)
         info = self._info(core)
         view = self._arena.view
         cut = CutArena(
@@ -226,7 +237,7 @@ class MessengerService:
             rdma=self._rdma,
             on_written=cut.pool_changed,
         )
-        self._listener = TcpListener(config.data_host, config.data_port, view, receiver)
+        self._listener = TcpListener(config.data_host, config.data_port, view, receiver, secret=receiver.link_secret)
         receiver.data_host, receiver.data_port = config.advertised_data(self._listener.port)
         cut.sender = Sender(
             view,
@@ -273,6 +284,10 @@ class MessengerService:
         if self._cut is not None:
             self._cut.worker_gone(holder)
 
+    def _peer_lost(self, endpoint: str) -> None:
+        if self._cut is not None:
+            self._cut.peer_lost(endpoint)
+
     # --- what needs the pool ------------------------------------------------------------------------------------------
 
     def _ready(self) -> CutArena:
@@ -314,9 +329,17 @@ class MessengerService:
     async def _slice_offer(self, offer: SliceOffer, _: Caller) -> SliceAck:
         return await self._ready().receiver.take_offer(offer)
 
-    def _abort_transfer(self, request: AbortTransfer, _: Caller) -> Ok:
-        self._ready().receiver.abort(request.transfer_id, request.reason)
+    async def _abort_transfer(self, request: AbortTransfer, _: Caller) -> Ok:
+        await self._ready().receiver.abort(request.transfer_id, request.reason)
         return Ok()
+
+    def _read_ahead(self, order: ReadAhead, _: Caller) -> None:
+        if self._cut is not None:
+            self._cut.read_ahead(order)
+
+    def _replicate(self, order: Replicate, _: Caller) -> None:
+        if self._cut is not None:
+            self._cut.replicate(order)
 
     async def _push_blocks(self, request: PushBlocks, _: Caller) -> Pushing:
         return await self._ready().push_blocks(request)

@@ -1,7 +1,7 @@
 """The node's SSD tier as the messenger's service uses it: also where there is none, or not yet."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from mooncake_mesh.messenger.store.records import Namespace
 from mooncake_mesh.messenger.store.tier import SsdTier
 from mooncake_mesh.messenger.store.tiering import Target
 from mooncake_proto.control import Load
+from mooncake_proto.ids import BlockId
 from mooncake_proto.transfer import Acquire, Acquired
 
 log = structlog.get_logger(__name__)
@@ -79,7 +80,12 @@ class NodeSsd:
         """Let blocks leave for *request*, rather than be dropped; waits for that a moment at most."""
         if self._tier is not None:
             cached = core.cached_prefix(request)
-            await self._tier.make_room(request.n_blocks - len(cached), spare=cached)
+            await self.make_room_for(request.n_blocks - len(cached), cached)
+
+    async def make_room_for(self, n_blocks: int, spare: Sequence[BlockId]) -> None:
+        """As :meth:`make_room`, for *n_blocks* beside those in *spare*."""
+        if self._tier is not None:
+            await self._tier.make_room(n_blocks, spare=spare)
 
     async def promoted(self, core: MessengerCore, request: Acquire, acquired: Acquired) -> Acquired:
         """What was acquired, with the blocks that SSD has read into it."""
@@ -98,7 +104,13 @@ class NodeSsd:
         if self._tier is None:
             return load
         slots = self._tier.slots
-        return replace(load, ssd_blocks=slots.held_blocks, ssd_slots=slots.n_slots, ssd_faults=self._tier.faults)
+        return replace(
+            load,
+            ssd_blocks=slots.held_blocks,
+            ssd_slots=slots.n_slots,
+            ssd_faults=self._tier.faults,
+            ssd_bytes_per_s=self._tier.read_bytes_per_s,
+        )
 
 
 def _lock(ssd_dir: Path | None) -> StoreFolder | None:

@@ -44,6 +44,8 @@ class PolynomialCost:
     step_context_token_s: float
     transfer_base_s: float
     transfer_byte_s: float
+    ssd_base_s: float = 0.0005
+    ssd_byte_s: float = 1e-9
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -64,6 +66,9 @@ class PolynomialCost:
 
     def transfer_s(self, n_bytes: int) -> float:
         return self.transfer_base_s + n_bytes * self.transfer_byte_s
+
+    def ssd_read_s(self, n_bytes: int) -> float:
+        return self.ssd_base_s + n_bytes * self.ssd_byte_s
 
 
 def fit_cost(

@@ -22,6 +22,9 @@ class CostModel(StepCost, Protocol):
     def transfer_s(self, n_bytes: int) -> float:
         """To copy *n_bytes* of KV from one node to another."""
 
+    def ssd_read_s(self, n_bytes: int) -> float:
+        """To read *n_bytes* of KV from a node's SSD into its memory, where nothing was measured on that node."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCost:
@@ -35,13 +38,16 @@ class LinearCost:
     step_context_token_s: float
     transfer_base_s: float
     transfer_bytes_per_s: float
+    ssd_base_s: float = 0.0005
+    ssd_bytes_per_s: float = 1e9
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: must not be negative, got {getattr(self, name)}")
-        if self.transfer_bytes_per_s == 0:
-            raise ValueError("transfer_bytes_per_s: must be positive")
+        for name in ("transfer_bytes_per_s", "ssd_bytes_per_s"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name}: must be positive")
 
     def prefill_s(self, uncached_tokens: int, cached_tokens: int) -> float:
         return self.prefill_base_s + uncached_tokens * self.prefill_token_s + cached_tokens * self.cached_token_s
@@ -51,6 +57,9 @@ class LinearCost:
 
     def transfer_s(self, n_bytes: int) -> float:
         return self.transfer_base_s + n_bytes / self.transfer_bytes_per_s
+
+    def ssd_read_s(self, n_bytes: int) -> float:
+        return self.ssd_base_s + n_bytes / self.ssd_bytes_per_s
 
 
 def instance_step_s(instance: InstanceView, cost: CostModel, added_tokens: int) -> float:

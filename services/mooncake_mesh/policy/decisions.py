@@ -12,7 +12,12 @@ RETRY_AFTER_S: Final = 1.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
     """``fetch_prefix_blocks`` is the prefix, from the first block on, that the prefill node has after copying from
-    ``fetch_node``; without a copy both say so by None and 0. Block counts are hints."""
+    ``fetch_node``; without a copy both say so by None and 0. Block counts are hints.
+
+    The last ``read_blocks`` of the prefix that is used are to be read from the SSD of ``read_node``, the prefill node
+    or the one copied from. ``read_limit_blocks``, where it is not None, is how far the prefill node's prefix is worth
+    having at all: what its SSD holds beyond that costs more time to read than it saves.
+    """
 
     prefill: InstanceId
     decode: InstanceId
@@ -21,6 +26,9 @@ class Placed:
     fetch_prefix_blocks: int
     ttft_est_s: float
     tbt_est_s: float
+    read_node: NodeId | None = None
+    read_blocks: int = 0
+    read_limit_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

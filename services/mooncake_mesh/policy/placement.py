@@ -25,10 +25,15 @@ GROWTH_TOKENS: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
-    """Which policies decide. ``threshold`` is the papers' ``kvcache_balancing_threshold``."""
+    """Which policies decide. ``threshold`` is the papers' ``kvcache_balancing_threshold``.
+
+    ``replication_share`` is how much of the time of a node's link copies of hot prefixes may take that no request
+    waits for; with 0 there are none.
+    """
 
     placement: PlacementKind = PlacementKind.ADAPTIVE
     threshold: float = 2.0
+    replication_share: float = 0.0
     admission: Admission = field(default_factory=Admission)
 
 
@@ -62,6 +67,9 @@ def place(
         fetch_prefix_blocks=first.fetch_blocks,
         ttft_est_s=first.ttft_s,
         tbt_est_s=tbt_s,
+        read_node=first.read_node,
+        read_blocks=first.read_blocks,
+        read_limit_blocks=first.read_limit_blocks,
     )
     return admission_refusal(request, placed, cluster, cost, objectives, scheduling.admission) or placed
 

@@ -9,6 +9,10 @@
 ``adaptive``         no factor: the soonest first token over all instances and, for each, over computing and over
                      copying from any holder, by estimated times.
 
+What a node holds on SSD only has to be read first: a node's prefix may be used as far as it is in memory, or as a whole
+once that is read, whichever is sooner. Reading begins when the request is placed, so it costs only what it takes longer
+than the queue.
+
 All take the same arguments and look at nothing else. Ties break on ids, and nothing depends on the order of a view.
 """
 
@@ -32,21 +36,29 @@ class PrefillChoice:
     local_blocks: int
     fetch_node: NodeId | None = None
     fetch_blocks: int = 0
+    read_node: NodeId | None = None
+    read_blocks: int = 0
+    read_limit_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A node that holds ``blocks`` of the prefix, and how long its link is busy before a copy can start."""
+    """A node that holds ``blocks`` of the prefix, and how long its link is busy before a copy can start.
+
+    The last ``read_blocks`` are on its SSD, and in its memory ``read_s`` from now.
+    """
 
     node: NodeId
     blocks: int
     wait_s: float
+    read_blocks: int = 0
+    read_s: float = 0.0
 
 
 class Estimates:
     """Times for one request. Most instances hold equally much of its prefix, so each is computed once.
 
-    ``local`` are the blocks of its prefix that help, by node.
+    ``local`` are the blocks of its prefix that help, by node, and ``arena`` those of them that need not be read.
     """
 
     def __init__(self, request: RequestShape, cluster: ClusterView, cost: CostModel) -> None:
@@ -55,6 +67,11 @@ class Estimates:
         self.now_s = cluster.now_s
         usable = request.usable_prefix_blocks
         self.local = {node: min(blocks, usable) for node, blocks in request.prefix_blocks.items()}
+        self.arena = self.local
+        if request.ssd_starts:
+            starts = request.ssd_starts
+            self.arena = {node: min(blocks, starts.get(node, blocks)) for node, blocks in self.local.items()}
+        self._waits, self._rates = cluster.disk_wait_s, cluster.disk_bytes_per_s
         self._prefill: dict[int, float] = {}
         self._copy: dict[int, float] = {}
 
@@ -78,23 +95,59 @@ class Estimates:
             known = self._copy[blocks] = self._cost.transfer_s(blocks * self._request.block_bytes)
         return known
 
+    def read_s(self, node: NodeId, blocks: int) -> float:
+        """Until *node* has read *blocks* from its SSD, if that is asked for now."""
+        n_bytes = blocks * self._request.block_bytes
+        rate = self._rates.get(node, 0.0)
+        return self._waits.get(node, 0.0) + (n_bytes / rate if rate > 0 else self._cost.ssd_read_s(n_bytes))
+
+    def local_way(self, instance: InstanceView) -> tuple[float, int]:
+        """Time to first token with what the instance's own node holds, and how many blocks of that it takes."""
+        node, queue_s = instance.node_id, self.queue_s(instance)
+        used = self.arena.get(node, 0)
+        ttft_s = queue_s + instance.factor * self.prefill_s(used)
+        if self.arena is not self.local and (blocks := self.local.get(node, 0)) > used:
+            ready_s = max(queue_s, self.read_s(node, blocks - used))
+            read_ttft_s = ready_s + instance.factor * self.prefill_s(blocks)
+            if read_ttft_s < ttft_s:
+                return read_ttft_s, blocks
+        return ttft_s, used
+
+    def fetched_s(self, instance: InstanceView, source: Source) -> float:
+        """Time to first token once *instance* has copied what its memory lacks of *source*'s prefix."""
+        copy_s = source.wait_s + self.copy_s(source.blocks - self.arena.get(instance.node_id, 0))
+        return max(self.queue_s(instance), source.read_s) + copy_s + instance.factor * self.prefill_s(source.blocks)
+
     def locally(self, instance: InstanceView) -> PrefillChoice:
         """*instance* with what its own node holds."""
-        blocks = self.local.get(instance.node_id, 0)
-        ttft_s = self.queue_s(instance) + instance.factor * self.prefill_s(blocks)
-        return PrefillChoice(instance=instance, ttft_s=ttft_s, local_blocks=blocks)
+        ttft_s, used = self.local_way(instance)
+        arena = self.arena.get(instance.node_id, 0)
+        return PrefillChoice(
+            instance=instance,
+            ttft_s=ttft_s,
+            local_blocks=used,
+            read_node=instance.node_id if used > arena else None,
+            read_blocks=used - arena,
+            read_limit_blocks=self._limit(instance, used),
+        )
 
     def fetching(self, instance: InstanceView, source: Source) -> PrefillChoice:
         """*instance* once it has copied what it lacks of *source*'s prefix."""
-        local = self.local.get(instance.node_id, 0)
-        copy_s = source.wait_s + self.copy_s(source.blocks - local)
+        arena = self.arena.get(instance.node_id, 0)
         return PrefillChoice(
             instance=instance,
-            ttft_s=self.queue_s(instance) + copy_s + instance.factor * self.prefill_s(source.blocks),
-            local_blocks=local,
+            ttft_s=self.fetched_s(instance, source),
+            local_blocks=arena,
             fetch_node=source.node,
             fetch_blocks=source.blocks,
+            read_node=source.node if source.read_blocks else None,
+            read_blocks=source.read_blocks,
+            read_limit_blocks=self._limit(instance, arena),
         )
+
+    def _limit(self, instance: InstanceView, used: int) -> int | None:
+        """None where the node has nothing beyond what is used."""
+        return used if self.local.get(instance.node_id, 0) > used else None
 
 
 PrefillPolicy = Callable[[RequestShape, Sequence[InstanceView], ClusterView, Estimates, float], PrefillChoice]
@@ -122,16 +175,16 @@ def choose_local(
 
 
 def choose_kvcache_centric(
-    request: RequestShape, able: Sequence[InstanceView], cluster: ClusterView, estimates: Estimates, threshold: float
+    _: RequestShape, able: Sequence[InstanceView], cluster: ClusterView, estimates: Estimates, threshold: float
 ) -> PrefillChoice:
     """The test is the strict one of the FAST'25 paper; an instance that holds nothing is beyond any threshold."""
-    frontier = sources(request, cluster)
+    frontier = sources(cluster, estimates)
     if not frontier:
         return _soonest(able, estimates, ())
     best = frontier[0]
     candidates = (
         estimates.fetching(instance, best)
-        if best.blocks > threshold * estimates.local.get(instance.node_id, 0)
+        if best.node != instance.node_id and best.blocks > threshold * estimates.local_way(instance)[1]
         else estimates.locally(instance)
         for instance in able
     )
@@ -139,9 +192,9 @@ def choose_kvcache_centric(
 
 
 def choose_adaptive(
-    request: RequestShape, able: Sequence[InstanceView], cluster: ClusterView, estimates: Estimates, _: float
+    _: RequestShape, able: Sequence[InstanceView], cluster: ClusterView, estimates: Estimates, __: float
 ) -> PrefillChoice:
-    return _soonest(able, estimates, sources(request, cluster))
+    return _soonest(able, estimates, sources(cluster, estimates))
 
 
 PREFILL_POLICIES: Final[dict[PlacementKind, PrefillPolicy]] = {
@@ -153,24 +206,41 @@ PREFILL_POLICIES: Final[dict[PlacementKind, PrefillPolicy]] = {
 }
 
 
-def sources(request: RequestShape, cluster: ClusterView) -> tuple[Source, ...]:
-    """Nodes worth copying from, longest prefix first: each one's link is free sooner than those of all before it.
+def sources(cluster: ClusterView, estimates: Estimates) -> tuple[Source, ...]:
+    """Nodes worth copying from, longest prefix first: each one's link or disk is free sooner than those before it.
 
-    Among replicas that is the one whose link is free first, and of equals the first by id.
+    Among replicas that is the one which can send first, and of equals the first by id. A node that would have to read
+    part of its prefix is there twice: with that part and without.
     """
-    usable, waits = request.usable_prefix_blocks, cluster.egress_wait_s
-    by_blocks: dict[int, tuple[float, NodeId]] = {}
-    for node, held in request.prefix_blocks.items():
-        blocks = held if held < usable else usable
-        candidate = (waits.get(node, 0.0), node)
+    waits, arena_blocks = cluster.egress_wait_s, estimates.arena
+    by_blocks: dict[int, tuple[float, NodeId, float, float, int]] = {}  # ready_s, node, wait_s, read_s, read_blocks
+    for node, held in estimates.local.items():
+        wait_s, blocks = waits.get(node, 0.0), arena_blocks[node]
+        candidate = (wait_s, node, wait_s, 0.0, 0)
         known = by_blocks.get(blocks)
         if known is None or candidate < known:
             by_blocks[blocks] = candidate
+        if held > blocks:
+            read_s = estimates.read_s(node, held - blocks)
+            candidate = (wait_s + read_s, node, wait_s, read_s, held - blocks)
+            known = by_blocks.get(held)
+            if known is None or candidate < known:
+                by_blocks[held] = candidate
     found: list[Source] = []
+    to_read: list[Source] = []
+    soonest_s = inf  # of those found that need not read
     for blocks in sorted(by_blocks, reverse=True):
-        wait_s, node = by_blocks[blocks]
-        if blocks > 0 and (not found or wait_s < found[-1].wait_s):
-            found.append(Source(node=node, blocks=blocks, wait_s=wait_s))
+        _, node, wait_s, read_s, read_blocks = by_blocks[blocks]
+        if not blocks or wait_s >= soonest_s:
+            continue
+        if to_read and any(longer.wait_s <= wait_s and longer.read_s <= read_s for longer in to_read):
+            continue
+        source = Source(node=node, blocks=blocks, wait_s=wait_s, read_blocks=read_blocks, read_s=read_s)
+        found.append(source)
+        if read_blocks:
+            to_read.append(source)
+        else:
+            soonest_s = wait_s
     return tuple(found)
 
 
@@ -178,19 +248,24 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
     """The quickest way over all instances and sources. Of equal ways the local one; of equal instances the first id."""
     best: tuple[float, str] | None = None
     choice: tuple[InstanceView, Source | None] | None = None
-    local_blocks, now_s, latest_s = estimates.local, estimates.now_s, inf
+    arena_blocks, now_s, latest_s = estimates.arena, estimates.now_s, inf
+    is_tiered = arena_blocks is not estimates.local
     for instance in able:
         if instance.busy_until_s > latest_s:
             continue  # its queue alone takes longer than the best way
-        queue_s = max(0.0, instance.busy_until_s - now_s)
-        local = local_blocks.get(instance.node_id, 0)
-        ttft_s = queue_s + instance.factor * estimates.prefill_s(local)
+        arena, queue_s = arena_blocks.get(instance.node_id, 0), max(0.0, instance.busy_until_s - now_s)
+        if is_tiered:
+            ttft_s, _ = estimates.local_way(instance)
+        else:
+            ttft_s = queue_s + instance.factor * estimates.prefill_s(arena)
         from_source: Source | None = None
         for source in frontier:
-            if source.blocks <= local:
+            if source.blocks <= arena:
                 break
-            copied_s = source.wait_s + estimates.copy_s(source.blocks - local)
-            fetched_s = queue_s + copied_s + instance.factor * estimates.prefill_s(source.blocks)
+            if source.node == instance.node_id:
+                continue  # reading it is a local way
+            fetched_s = max(queue_s, source.read_s) + source.wait_s + estimates.copy_s(source.blocks - arena)
+            fetched_s += instance.factor * estimates.prefill_s(source.blocks)
             if fetched_s < ttft_s:
                 ttft_s, from_source = fetched_s, source
         if best is None or (ttft_s, instance.instance_id) < best:

@@ -51,6 +51,7 @@ class ClusterView:
     """All instances that may take work at ``now_s``, in any order.
 
     ``egress_wait_s`` is how long a node's pending copies to others will keep its link busy; an absent node is idle.
+    ``disk_wait_s`` is the same for reads from its SSD, ``disk_bytes_per_s`` how fast that was read of late.
     ``ttft_s`` and ``decode_s`` are the mean times of late from arrival to first token and from there to the last; 0
     when not (yet) known.
     """
@@ -59,6 +60,8 @@ class ClusterView:
     decode: Sequence[InstanceView]
     now_s: float = 0.0
     egress_wait_s: Mapping[NodeId, float] = field(default_factory=dict)
+    disk_wait_s: Mapping[NodeId, float] = field(default_factory=dict)
+    disk_bytes_per_s: Mapping[NodeId, float] = field(default_factory=dict)
     ttft_s: float = 0.0
     decode_s: float = 0.0
 
@@ -67,7 +70,8 @@ class ClusterView:
 class RequestShape:
     """One request as far as placing it goes.
 
-    ``prefix_blocks`` maps a node to the longest cached prefix it holds; an absent node holds none. ``draw`` is a
+    ``prefix_blocks`` maps a node to the longest cached prefix it holds; an absent node holds none. Where ``ssd_starts``
+    has the node, only so many blocks of it can be used at once, and the others are read from its SSD. ``draw`` is a
     number from the caller's seeded generator, for policies that leave something to chance.
     """
 
@@ -76,6 +80,7 @@ class RequestShape:
     block_tokens: int
     block_bytes: int
     prefix_blocks: Mapping[NodeId, int]
+    ssd_starts: Mapping[NodeId, int] = field(default_factory=dict)
     draw: int = 0
 
     def __post_init__(self) -> None:

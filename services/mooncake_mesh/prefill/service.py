@@ -164,6 +164,8 @@ class PrefillService:
             max_cached_blocks=(entry.prompt_tokens - 1) // self._layout.block_tokens,
             fetch_from=job.fetch_from,
             fetch_blocks=job.fetch_prefix_blocks,
+            tenant=job.tenant,
+            read_limit_blocks=job.read_limit_blocks,
         )
         acquired = await self._station.messenger.call(request, Acquired, timeout_s=self._left_s(entry))
         self._core.acquired(entry, acquired.blocks, acquired.cached_blocks)

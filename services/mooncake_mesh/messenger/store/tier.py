@@ -9,6 +9,7 @@ import errno
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -28,6 +29,7 @@ log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 
 _READERS: Final = 2
+_RATE_WEIGHT: Final = 0.2
 _ROOM_S: Final = 0.25
 """Longest time that a job waits for blocks to be copied out; after it the pool drops what it needs."""
 
@@ -56,6 +58,7 @@ class SsdTier:
         self.demoted_blocks = 0
         self.promoted_blocks = 0
         self.faults = 0
+        self.read_bytes_per_s = 0.0
         self._pool = pool
         self._arena = arena
         self._folder = folder
@@ -196,6 +199,7 @@ class SsdTier:
         return await asyncio.shield(tasks.create_task(self._read(target.holder, coming, file)))
 
     async def _read(self, holder: str, coming: Sequence[Coming], file: BlockFile) -> int:
+        began_s = monotonic()
         size = min(Staging.slots_for(self._namespace.block_bytes), -(-len(coming) // _READERS))
         batches = [coming[start : start + size] for start in range(0, len(coming), size)]
         outcomes = await asyncio.gather(*(self._read_batch(batch, file) for batch in batches))
@@ -206,8 +210,15 @@ class SsdTier:
                 await self._erase(file, one.record.slot)
         n_good = self._tiering.came(holder, coming, [fault is None for fault in faults])
         self.promoted_blocks += n_good
+        self._note_rate(len(coming) * self._namespace.block_bytes, monotonic() - began_s)
         self._changed()
         return n_good
+
+    def _note_rate(self, n_bytes: int, elapsed_s: float) -> None:
+        """Of late, with the time that reads wait for each other: what a job waits for its bytes is what counts."""
+        rate = n_bytes / max(elapsed_s, 1e-6)
+        known = self.read_bytes_per_s
+        self.read_bytes_per_s = rate if not known else known + _RATE_WEIGHT * (rate - known)
 
     async def _read_batch(self, coming: Sequence[Coming], file: BlockFile) -> list[Fault | None]:
         staging = await self._readers.get()

@@ -19,7 +19,7 @@ from mooncake_mesh.kv.block_pool import BlockPool, PoolEvent
 from mooncake_mesh.messenger.store.records import SlotRecord
 from mooncake_mesh.messenger.store.slots import SlotTable, SlotWrite
 from mooncake_proto.ids import BlockId, BlockKey
-from mooncake_proto.kvcache import KvChange
+from mooncake_proto.kvcache import KvChange, KvTier
 
 HIGH_PERCENT: Final = 90
 EVICT_PERCENT: Final = 5
@@ -160,12 +160,19 @@ def joint_events(pool: BlockPool, slots: SlotTable) -> list[PoolEvent]:
     Each key whose tiers changed is reported once, as it is now; a key may so be reported as stored twice.
     """
     touched = dict.fromkeys(event.key for event in (*pool.drain_events(), *slots.drain_events()))
-    return [
-        PoolEvent(change=KvChange.STORED if pool.match([key]) or slots.holds(key) else KvChange.REMOVED, key=key)
-        for key in touched
-    ]
+    return [_event(pool, slots, key) for key in touched]
 
 
-def joint_keys(pool: BlockPool, slots: SlotTable) -> list[BlockKey]:
-    """Every key that either tier holds."""
-    return list(dict.fromkeys((*pool.keys(), *slots.keys())))
+def _event(pool: BlockPool, slots: SlotTable, key: BlockKey) -> PoolEvent:
+    if pool.match([key]):
+        return PoolEvent(change=KvChange.STORED, key=key)
+    if slots.holds(key):
+        return PoolEvent(change=KvChange.STORED, key=key, tier=KvTier.SSD)
+    return PoolEvent(change=KvChange.REMOVED, key=key)
+
+
+def joint_keys(pool: BlockPool, slots: SlotTable) -> tuple[list[BlockKey], list[BlockKey]]:
+    """Every key that the arena holds, and every other that SSD holds."""
+    in_arena = pool.keys()
+    known = set(in_arena)
+    return in_arena, [key for key in slots.keys() if key not in known]  # noqa: SIM118  not a dict

@@ -6,6 +6,8 @@ travels on a Unix socket, together with the descriptor of the sender's memory (S
     hello    "MKV2" | kind (u8) | sender (16 bytes) | epoch (u32) | lane (u8) | number of lanes (u8)     first, on each
     welcome  0x01                                                                              back, on each
 
+over TCP with proofs of who speaks around them (see link_auth.py), then::
+
     control  sender → receiver, any number of frames:
         head     frame (u32) | token (16 bytes) | number of slices (u16) | carriage (u8) | payload bytes (u32)
         entries  each: logical block (u32) | layer (u16) | n_layers (u16) | length (u32) | flags (u8) | XXH3-64 (u64)

@@ -172,10 +172,11 @@ class HandOffReader:
         self._on_gone = on_gone
         self._loop: asyncio.AbstractEventLoop | None = None
         set_up = _receive_set_up(connection)
-        self._map = mmap.mmap(set_up.memory_fd, set_up.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        whole_bytes = os.fstat(set_up.memory_fd).st_size  # of 2 MiB pages a part cannot be unmapped
+        self._map = mmap.mmap(set_up.memory_fd, whole_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         os.close(set_up.memory_fd)
         self._generations = Generations(set_up.generations_fd, set_up.n_blocks, protection=mmap.PROT_READ)
-        self.memory = memoryview(self._map)
+        self.memory = memoryview(self._map)[: set_up.size_bytes]
         self.block_bytes = set_up.block_bytes
 
     def start(self) -> None:

@@ -111,8 +111,10 @@ class Connections:
 
         After some attempts the address rests for a while, during which every call fails at once.
         """
+        if self._link is not None and not self._link.is_dead:
+            return self._link
         async with self._opening:
-            if self._link is not None and not self._link.is_dead:
+            if self._link is not None and not self._link.is_dead:  # opened meanwhile
                 return self._link
             if asyncio.get_running_loop().time() < self._rest_until_s:
                 raise TransferError(self._why)

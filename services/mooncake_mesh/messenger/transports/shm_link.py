@@ -12,6 +12,7 @@ import secrets
 import select
 import socket
 import struct
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -22,8 +23,10 @@ import structlog
 from mooncake_mesh.errors import MeshError
 from mooncake_mesh.messenger.transports import frames
 from mooncake_mesh.messenger.transports.api import Landings, LinkLost
+from mooncake_mesh.messenger.transports.door import Door, Hear
 from mooncake_mesh.messenger.transports.frames import Carriage, FrameError, Hello, Kind
-from mooncake_mesh.messenger.transports.inbound import InboundFrame, InboundLink
+from mooncake_mesh.messenger.transports.inbound import InboundLink
+from mooncake_mesh.messenger.transports.inbound_frame import InboundFrame
 from mooncake_mesh.messenger.transports.link_table import LinkTable
 from mooncake_mesh.messenger.transports.paths import Connections, Sockets
 from mooncake_mesh.messenger.transports.streams import receive_exactly
@@ -31,8 +34,6 @@ from mooncake_mesh.messenger.transports.streams import receive_exactly
 log = structlog.get_logger(__name__)
 
 _CONNECT_TIMEOUT_S: Final = 5.0
-_HELLO_TIMEOUT_S: Final = 10.0
-_MAX_CONNECTIONS: Final = 256
 _COPY_THREADS: Final = 2
 
 
@@ -62,70 +63,45 @@ class ShmListener:
     """Accepts senders of this host and lands their slices in *memory*. Create on the loop; *path* must be free."""
 
     def __init__(self, path: Path, memory: memoryview, landings: Landings) -> None:
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._listener.bind(os.fspath(path))
+            listener.bind(os.fspath(path))
         except OSError as error:
-            self._listener.close()
+            listener.close()
             raise MeshError(f"cannot listen on {path}: {error}") from error
         os.chmod(path, 0o600)
-        self._listener.listen(64)
+        listener.listen(64)
         self.path = path
         self._memory = memory
         self._landings = landings
         self._loop = asyncio.get_running_loop()
-        self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
         self._links = LinkTable()
-        self._loop.add_reader(self._listener, self._accept)
+        self._door = Door("shm", listener, self._links, self._meet)
 
     @property
     def n_connections(self) -> int:
-        return len(self._strangers) + self._links.n_connections
+        return self._door.n_connections
 
     async def close(self) -> None:
         """End all links and remove the socket. Returns when no thread writes to the memory any more."""
-        if self._listener.fileno() >= 0:
-            self._loop.remove_reader(self._listener)
-            self._listener.close()
-            self.path.unlink(missing_ok=True)
-        for stranger in list(self._strangers):
-            self._dismiss(stranger, "closing")
-        await self._links.close()
+        self.path.unlink(missing_ok=True)
+        await self._door.close()
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            log.info("accept_failed", error=str(error))
-            return
-        if self.n_connections >= _MAX_CONNECTIONS or _peer_uid(connection) != os.getuid():
-            log.warning("shm_connection_refused", open=self.n_connections)
-            connection.close()
-            return
-        connection.setblocking(False)
-        timer = self._loop.call_later(_HELLO_TIMEOUT_S, self._dismiss, connection, "no hello")
-        self._strangers[connection] = timer
-        self._loop.add_reader(connection, self._greet, connection)
+    def _meet(self, connection: socket.socket) -> Hear:
+        if _peer_uid(connection) != os.getuid():
+            raise FrameError("of another user")
+        return self._hear
 
-    def _greet(self, connection: socket.socket) -> None:
-        fds: list[int] = []
+    def _hear(self, connection: socket.socket) -> Callable[[], None]:
+        data, fds, _, _ = socket.recv_fds(connection, frames.HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
         try:
-            data, fds, _, _ = socket.recv_fds(connection, frames.HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
             if len(data) < frames.HELLO.size or len(fds) != 1:
                 raise FrameError("closed, or cut short, before the hello and its descriptor")
             hello = frames.unpack_hello(data)
-            source = _map_read_only(fds[0])
-        except BlockingIOError:
-            return
-        except (OSError, ValueError, FrameError) as error:
-            self._dismiss(connection, str(error))
-            return
+            return partial(self._introduce, connection, hello, _map_read_only(fds[0]))
         finally:
             for fd in fds:
                 os.close(fd)
-        self._strangers.pop(connection).cancel()
-        self._loop.remove_reader(connection)
-        self._introduce(connection, hello, source)
 
     def _introduce(self, connection: socket.socket, hello: Hello, source: mmap.mmap) -> None:
         def make(after: "asyncio.Future[None] | None") -> InboundLink:
@@ -144,12 +120,6 @@ class ShmListener:
         except (OSError, FrameError) as error:
             log.info("shm_greeting_failed", error=str(error))
             link.die(str(error))
-
-    def _dismiss(self, connection: socket.socket, why: str) -> None:
-        self._strangers.pop(connection).cancel()
-        self._loop.remove_reader(connection)
-        connection.close()
-        log.info("shm_stranger_dismissed", reason=why)
 
 
 class MappedLane:

@@ -5,8 +5,8 @@ import socket
 from functools import partial
 from typing import Final
 
-from mooncake_mesh.messenger.transports import frames
-from mooncake_mesh.messenger.transports.frames import Hello, Kind
+from mooncake_mesh.messenger.transports import link_auth
+from mooncake_mesh.messenger.transports.frames import FrameError, Hello, Kind
 from mooncake_mesh.messenger.transports.paths import Connections, Sockets
 from mooncake_mesh.messenger.transports.streams import receive_exactly, tune
 
@@ -14,18 +14,18 @@ _CONNECT_TIMEOUT_S: Final = 5.0
 _STALL_TIMEOUT_S: Final = 30.0
 
 
-def tcp_connections(host: str, port: int, n_lanes: int) -> Connections:
-    """Connections to the TcpListener at *host*, *port*, with *n_lanes* lanes."""
+def tcp_connections(host: str, port: int, secret: bytes, n_lanes: int) -> Connections:
+    """Connections to the TcpListener at *host*, *port* that has *secret*, with *n_lanes* lanes."""
     sender = secrets.token_bytes(16)
-    return Connections("tcp", f"{host}:{port}", partial(_open_all, (host, port), sender, n_lanes))
+    return Connections("tcp", f"{host}:{port}", partial(_open_all, (host, port), secret, sender, n_lanes))
 
 
-def _open_all(address: tuple[str, int], sender: bytes, n_lanes: int, epoch: int) -> Sockets:
+def _open_all(address: tuple[str, int], secret: bytes, sender: bytes, n_lanes: int, epoch: int) -> Sockets:
     hellos = [Hello(kind=Kind.CONTROL, sender=sender, epoch=epoch, lane=0, n_lanes=n_lanes)]
     hellos += [Hello(kind=Kind.LANE, sender=sender, epoch=epoch, lane=i, n_lanes=n_lanes) for i in range(n_lanes)]
     opened: list[socket.socket] = []
     try:
-        opened.extend(_open(address, hello) for hello in hellos)
+        opened.extend(_open(address, secret, hello) for hello in hellos)
     except OSError:
         for connection in opened:
             connection.close()
@@ -33,13 +33,17 @@ def _open_all(address: tuple[str, int], sender: bytes, n_lanes: int, epoch: int)
     return opened[0], opened[1:]
 
 
-def _open(address: tuple[str, int], hello: Hello) -> socket.socket:
+def _open(address: tuple[str, int], secret: bytes, hello: Hello) -> socket.socket:
     connection = socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S)
     try:
-        connection.sendall(hello.pack())
-        if receive_exactly(connection, 1) != frames.WELCOME:
-            raise ConnectionRefusedError("the receiver answered what no receiver would")
+        answer = link_auth.answer(secret, receive_exactly(connection, link_auth.CHALLENGE_BYTES), hello)
+        connection.sendall(answer.said)
+        if not answer.is_welcome(receive_exactly(connection, link_auth.WELCOME_BYTES)):
+            raise ConnectionRefusedError("what answers there does not know the receiver's secret")
         tune(connection, timeout_s=_STALL_TIMEOUT_S)
+    except FrameError as error:
+        connection.close()
+        raise ConnectionRefusedError(str(error)) from error
     except BaseException:
         connection.close()
         raise

@@ -2,106 +2,81 @@
 
 import asyncio
 import socket
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import structlog
 
 from mooncake_mesh.errors import MeshError, SliceLost
-from mooncake_mesh.messenger.transports import frames
+from mooncake_mesh.messenger.transports import frames, link_auth
 from mooncake_mesh.messenger.transports.api import Landings
+from mooncake_mesh.messenger.transports.door import Door, Hear
 from mooncake_mesh.messenger.transports.frames import Carriage, FrameError, Hello, Kind
-from mooncake_mesh.messenger.transports.inbound import InboundFrame, InboundLink
+from mooncake_mesh.messenger.transports.inbound import InboundLink
+from mooncake_mesh.messenger.transports.inbound_frame import InboundFrame
 from mooncake_mesh.messenger.transports.link_table import LinkTable
 from mooncake_mesh.messenger.transports.streams import pieces_of, receive_group, shut, tune
 
 log = structlog.get_logger(__name__)
 
-_MAX_CONNECTIONS: Final = 256
-_HELLO_TIMEOUT_S: Final = 10.0
 _STALL_TIMEOUT_S: Final = 30.0
 _SCRATCH_BYTES: Final = 64 << 10
 
 
 class TcpListener:
-    """Accepts links and lands their frames in *memory*. ``port`` is the one really bound. Create on the loop."""
+    """Accepts links and lands their frames in *memory*. ``port`` is the one really bound. Create on the loop.
 
-    def __init__(self, host: str, port: int, memory: memoryview, landings: Landings) -> None:
+    Only who knows *secret* may open a link (link_auth.py). Who does not is logged, within bounds.
+    """
+
+    def __init__(self, host: str, port: int, memory: memoryview, landings: Landings, *, secret: bytes) -> None:
         try:
-            self._listener = socket.create_server((host, port), backlog=64)
+            listener = socket.create_server((host, port), backlog=64)
         except OSError as error:
             raise MeshError(f"cannot listen on {host}:{port}: {error}") from error
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
+        self.port: int = listener.getsockname()[1]
+        self._secret = secret
         self._memory = memory
         self._landings = landings
         self._loop = asyncio.get_running_loop()
-        self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
         self._links = LinkTable()
-        self._loop.add_reader(self._listener, self._accept)
+        self._door = Door("tcp", listener, self._links, self._meet)
 
     @property
     def n_connections(self) -> int:
-        return len(self._strangers) + self._links.n_connections
+        return self._door.n_connections
 
     async def close(self) -> None:
         """End all links. Returns when no thread writes to the memory any more."""
-        if self._listener.fileno() >= 0:
-            self._loop.remove_reader(self._listener)
-            self._listener.close()
-        for stranger in list(self._strangers):
-            self._dismiss(stranger, "closing")
-        await self._links.close()
+        await self._door.close()
 
-    # --- strangers ----------------------------------------------------------------------------------------------------
+    def _meet(self, connection: socket.socket) -> Hear:
+        challenge = link_auth.Challenge(self._secret)
+        connection.send(challenge.data)
+        return partial(self._hear, challenge)
 
-    def _accept(self) -> None:
-        try:
-            connection, peer = self._listener.accept()
-        except OSError as error:
-            log.info("accept_failed", error=str(error))
-            return
-        if self.n_connections >= _MAX_CONNECTIONS:
-            log.warning("tcp_connection_refused", peer=str(peer), open=self.n_connections)
-            connection.close()
-            return
-        connection.setblocking(False)
-        timer = self._loop.call_later(_HELLO_TIMEOUT_S, self._dismiss, connection, "no hello")
-        self._strangers[connection] = timer
-        self._loop.add_reader(connection, self._greet, connection)
+    def _hear(self, challenge: link_auth.Challenge, connection: socket.socket) -> Callable[[], None]:
+        """A hello is small and comes whole, so half a one is not waited for."""
+        hello, welcome = challenge.check(connection.recv(link_auth.HELLO_BYTES))
+        if hello.kind is Kind.CONTROL:
+            return partial(self._introduce, connection, hello, welcome)
+        link = self._links.get(hello.sender)
+        if link is None or link.hello.epoch != hello.epoch:
+            raise FrameError("a lane of no link")
+        return partial(self._welcome, connection, link, hello, welcome)
 
-    def _greet(self, connection: socket.socket) -> None:
-        """A stranger said something. A hello is small and comes whole, so half a one is not waited for."""
-        try:
-            data = connection.recv(frames.HELLO.size)
-            if len(data) < frames.HELLO.size:
-                raise FrameError("closed or cut short before the hello")
-            hello = frames.unpack_hello(data)
-            link = self._links.get(hello.sender)
-            if hello.kind is Kind.LANE and (link is None or link.hello.epoch != hello.epoch):
-                raise FrameError("a lane of no link")
-            self._strangers.pop(connection).cancel()
-            self._loop.remove_reader(connection)
-        except BlockingIOError:
-            return
-        except (OSError, FrameError) as error:
-            self._dismiss(connection, str(error))
-            return
-        if hello.kind is Kind.LANE and link is not None:
-            self._welcome(connection, link, hello)
-        else:
-            self._introduce(connection, hello)
-
-    def _introduce(self, connection: socket.socket, hello: Hello) -> None:
+    def _introduce(self, connection: socket.socket, hello: Hello, welcome: bytes) -> None:
         def make(after: "asyncio.Future[None] | None") -> InboundLink:
             return InboundLink(hello, self._memory, self._landings, self._loop, Carriage.LANES, after)
 
         link = self._links.introduce(hello.sender, make)
-        link.when_former_ended(lambda: self._welcome(connection, link, hello))
+        link.when_former_ended(lambda: self._welcome(connection, link, hello, welcome))
 
-    def _welcome(self, connection: socket.socket, link: InboundLink, hello: Hello) -> None:
+    def _welcome(self, connection: socket.socket, link: InboundLink, hello: Hello, welcome: bytes) -> None:
         try:
             tune(connection, timeout_s=_STALL_TIMEOUT_S)
-            connection.send(frames.WELCOME)
+            connection.send(welcome)
             if hello.kind is Kind.LANE:
                 link.add_lane(hello.lane, TcpLane(connection))
             else:
@@ -110,12 +85,6 @@ class TcpListener:
             log.info("tcp_greeting_failed", error=str(error))
             connection.close()
             link.die(str(error))
-
-    def _dismiss(self, connection: socket.socket, why: str) -> None:
-        self._strangers.pop(connection).cancel()
-        self._loop.remove_reader(connection)
-        connection.close()
-        log.info("tcp_stranger_dismissed", reason=why)
 
 
 class TcpLane:

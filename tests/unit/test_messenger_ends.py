@@ -1,0 +1,260 @@
+"""How jobs and transfers of a messenger end when a worker, a peer or a message is not where it should be."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mooncake_mesh.config import ChecksumKind, MessengerConfig, TransportKind
+from mooncake_mesh.errors import PeerUnreachable, SliceLost
+from mooncake_mesh.kv.block_hash import join_keys
+from mooncake_mesh.mesh.arena import Holder
+from mooncake_mesh.messenger.core import MessengerCore
+from mooncake_mesh.messenger.cut_arena import CutArena
+from mooncake_mesh.messenger.landing import SliceSpan
+from mooncake_mesh.messenger.receiver import Receiver
+from mooncake_mesh.messenger.sender import Sender
+from mooncake_mesh.messenger.ssd import NodeSsd
+from mooncake_mesh.messenger.transports.api import Incoming
+from mooncake_proto.control import Ok
+from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, NodeId, TransferId
+from mooncake_proto.transfer import (
+    AbortTransfer,
+    Acquire,
+    Acquired,
+    ArenaInfo,
+    OpenTransfer,
+    PushBlocks,
+    Pushing,
+    StartSend,
+)
+from tests.unit.mesh_doubles import until
+
+N_BLOCKS, BLOCK_BYTES, LAYERS = 8, 64, 4
+ME = Holder(instance_id=InstanceId("messenger0"), incarnation=Incarnation("life"))
+WORKER = Holder(instance_id=InstanceId("prefill0"), incarnation=Incarnation("work"))
+KEY = BlockKey(b"k" * 16)
+T = TransferId("t")
+OTHER = "ipc:///other"
+
+
+class Peer:
+    """The other messenger: notes what it is told; *answers* says what to each kind, by a future where it takes time."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+        self.answers: dict[type, Any] = {AbortTransfer: Ok()}
+
+    async def call(self, body: object, _: type, *, timeout_s: float) -> object:
+        self.told.append(body)
+        answer = self.answers.get(type(body))
+        if answer is None:
+            await asyncio.sleep(timeout_s)
+        return answer
+
+
+class Rig:
+    """One messenger from its event loop down to the pool; its sockets are doubles."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self.peer = Peer()
+        peers = cast(Any, SimpleNamespace(get=lambda _: self.peer))
+        self.core = MessengerCore(n_blocks=N_BLOCKS, block_bytes=BLOCK_BYTES)
+        arena = memoryview(bytearray(N_BLOCKS * BLOCK_BYTES))
+        info = ArenaInfo(
+            node_id=NodeId("node0"),
+            incarnation=ME.incarnation,
+            host_id="host",
+            socket_path="",
+            block_bytes=BLOCK_BYTES,
+            n_blocks=N_BLOCKS,
+        )
+        publisher = cast(Any, SimpleNamespace(poke=lambda: None))
+        self.cut = CutArena(self.core, NodeSsd(MessengerConfig()), publisher, peers, tasks, me=ME, endpoint="ipc:///me")
+        threads = ThreadPoolExecutor(1)
+        self.receiver = self.cut.receiver = Receiver(
+            self.core,
+            arena,
+            info,
+            cast(Any, None),
+            threads,
+            transport=TransportKind.TCP,
+            data_host="localhost",
+            rdma=None,
+            on_written=self.cut.pool_changed,
+        )
+        self.sender = self.cut.sender = Sender(
+            arena,
+            info,
+            peers,
+            tasks,
+            threads,
+            transport=TransportKind.TCP,
+            checksums=ChecksumKind.XXH3,
+            tcp_connections=1,
+            rdma=None,
+        )
+        self.info = info
+
+    async def acquire(self, job: str, life: Incarnation = WORKER.incarnation, **fields: Any) -> Acquired:
+        request = Acquire(
+            job_id=JobId(job),
+            instance_id=WORKER.instance_id,
+            incarnation=life,
+            keys=join_keys([KEY]),
+            n_blocks=2,
+            max_cached_blocks=1,
+            **fields,
+        )
+        async with asyncio.timeout(5.0):
+            return await self.cut.acquire(request)
+
+    async def open_landing(self, tasks: asyncio.TaskGroup, job: str) -> "tuple[asyncio.Task[object], bytes]":
+        """A job that waits for transfer T (its task ends with the failure, if there is one), and T's token."""
+
+        async def wait() -> object:
+            try:
+                return await self.acquire(job, landing=T, landing_blocks=2, landing_layers=LAYERS)
+            except SliceLost as error:
+                return error
+
+        waiting = tasks.create_task(wait())
+        plan = await self.receiver.open(OpenTransfer(transfer_id=T, source=self.info, transports=("tcp",)))
+        return waiting, bytes.fromhex(plan.token)
+
+
+def _run(scenario: Callable[[Rig, asyncio.TaskGroup], Any]) -> None:
+    async def all_of_it() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            rig = Rig(tasks)
+            rig.cut.came(WORKER.incarnation)
+            await scenario(rig, tasks)
+            await rig.cut.close()
+        rig.core.pool.check_invariants()
+        assert rig.core.pool.available_blocks == N_BLOCKS, "nothing stays held"
+
+    asyncio.run(all_of_it())
+
+
+def _slice(logical: int = 0) -> list[Incoming]:
+    span = SliceSpan(logical=logical, layer=0, n_layers=LAYERS)
+    return [Incoming(span=span, size_bytes=BLOCK_BYTES, checksum=None)]
+
+
+# --- aborts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_released_before_its_transfer_has_begun_tells_the_receiver() -> None:
+    """Both messages may lie in one read: the transfer's task is cancelled before its first step."""
+
+    async def scenario(rig: Rig, _: asyncio.TaskGroup) -> None:
+        await rig.acquire("j")
+        start = StartSend(job_id=JobId("j"), transfer_id=T, target=OTHER, n_blocks=2, layers=LAYERS, deadline_s=60.0)
+        rig.cut.start_send(start)
+        rig.cut.end_job(JobId("j"), "released")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert rig.peer.told == [AbortTransfer(transfer_id=T, reason="the sender's job was released")]
+
+    _run(scenario)
+
+
+def test_an_abort_that_comes_before_its_landing_ends_it() -> None:
+    async def scenario(rig: Rig, _: asyncio.TaskGroup) -> None:
+        await rig.receiver.abort(T, "prefill failed")
+        with pytest.raises(SliceLost, match="prefill failed"):
+            await rig.acquire("j", landing=T, landing_blocks=2, landing_layers=LAYERS)
+
+    _run(scenario)
+
+
+@pytest.mark.parametrize("is_released", [False, True], ids=["its job waits", "its job was released meanwhile"])
+def test_an_abort_is_acknowledged_after_the_last_write(is_released: bool) -> None:
+    """The sender may use its memory for something else from then on."""
+
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        waiting, token = await rig.open_landing(tasks, "j")
+        places = rig.receiver.begin(token, _slice())
+        if is_released:
+            rig.cut.end_job(JobId("j"), "released")
+        abort = tasks.create_task(rig.receiver.abort(T, "the sender's job was released"))
+        assert isinstance(await waiting, SliceLost)
+        assert not abort.done()
+        rig.receiver.end(token, places, None)
+        async with asyncio.timeout(5.0):
+            await abort
+        with pytest.raises(SliceLost):
+            rig.receiver.begin(token, _slice())
+
+    _run(scenario)
+
+
+# --- senders that come late -------------------------------------------------------------------------------------------
+
+
+def test_a_sender_that_comes_after_the_job_has_gone_with_all_it_wanted_has_nothing_to_send() -> None:
+    """A receiver that found everything cached waits for nobody, and may be over before the sender has begun."""
+
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        waiting, token = await rig.open_landing(tasks, "j")
+        places = rig.receiver.begin(token, [_slice()[0], _slice(1)[0]])
+        rig.receiver.end(token, places, None)
+        assert isinstance(await waiting, Acquired)
+        rig.cut.end_job(JobId("j"), "done")
+        again = OpenTransfer(transfer_id=T, source=rig.info, transports=("tcp",))
+        async with asyncio.timeout(5.0):
+            assert (await rig.receiver.open(again)).slots == ()
+
+    _run(scenario)
+
+
+def test_a_sender_that_comes_after_the_job_was_released_is_told_at_once() -> None:
+    """It would hold its blocks and wait for the landing until its deadline."""
+
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        waiting, _ = await rig.open_landing(tasks, "j")
+        rig.cut.end_job(JobId("j"), "the job was released")
+        assert isinstance(await waiting, SliceLost)
+        with pytest.raises(SliceLost, match="the job was released"):
+            async with asyncio.timeout(5.0):
+                await rig.receiver.open(OpenTransfer(transfer_id=T, source=rig.info, transports=("tcp",)))
+
+    _run(scenario)
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fetch_ends_with_the_messenger_it_comes_from() -> None:
+    """It had promised the blocks; the job computes them instead of waiting for the fetch to time out."""
+
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        rig.peer.answers[PushBlocks] = Pushing(transfer_id=T, n_blocks=1)
+        waiting = tasks.create_task(rig.acquire("j", fetch_from=OTHER, fetch_blocks=1))
+        await until(lambda: any(isinstance(body, PushBlocks) for body in rig.peer.told), "the fetch to be asked for")
+        rig.cut.peer_lost("ipc:///somebody-else")
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        rig.cut.peer_lost(OTHER)
+        assert (await waiting).cached_blocks == 0
+        rig.cut.end_job(JobId("j"), "done")
+
+    _run(scenario)
+
+
+def test_a_worker_of_an_earlier_life_of_the_messenger_gets_no_blocks() -> None:
+    """Its call waited for a connection and reached the next life; were it to die now, nobody would release them."""
+
+    async def scenario(rig: Rig, _: asyncio.TaskGroup) -> None:
+        with pytest.raises(PeerUnreachable, match="prefill0"):
+            await rig.acquire("j", Incarnation("older"))
+        assert rig.core.n_jobs == 0
+        rig.cut.came(Incarnation("older"))
+        await rig.acquire("j", Incarnation("older"))
+        rig.cut.worker_gone(Holder(instance_id=WORKER.instance_id, incarnation=Incarnation("older")))
+        assert rig.core.n_jobs == 0
+
+    _run(scenario)
