@@ -151,8 +151,8 @@ class DecodeShell:
             deadline_s=math.inf,
             gate=gate,
             first_token_within_s=None
-            if gate is None or gate.ttft_s is None
-            else max(0.0, flight.record.arrival_s + gate.ttft_s - self.node.clock.now_s),
+            if gate is None or flight.placement.ttft_slo_s is None
+            else max(0.0, flight.record.arrival_s + flight.placement.ttft_slo_s - self.node.clock.now_s),
         )
         sequence = self.core.submit(job, self.node.clock.now_s)
         assert not isinstance(sequence, QueueFull), "the simulated queue has no end"

@@ -26,12 +26,15 @@ _T = TypeVar("_T")
 
 
 class _Deck(Generic[_T]):
-    """Deals every card once in random order, then all again: no run is without some kind of fault by chance."""
+    """Deals every card once in random order, then all again: no run is without some kind of fault by chance.
 
-    def __init__(self, rng: random.Random, cards: Sequence[_T]) -> None:
+    The cards in *first* come before all others, in their order.
+    """
+
+    def __init__(self, rng: random.Random, cards: Sequence[_T], *, first: Sequence[_T] = ()) -> None:
         self._rng = rng
         self._cards = cards
-        self._left: list[_T] = []
+        self._left = list(reversed(first))
 
     def deal(self) -> _T:
         if not self._left:
@@ -61,6 +64,7 @@ class Harm:
                 self.cut_off_blocks,
                 self.punch_hole,
             ],
+            first=[self.stall, self.lose_worker, self.flip_bytes, self.fill_disk, self.kill],
         )
         self._folder_harms: _Deck[tuple[str, Callable[[Path], None]]] = _Deck(
             rng,

@@ -41,6 +41,7 @@ CODES = {
     "RequestError": "request_error",
     "SliceLost": "slice_lost",
     "SlowReader": "slow_reader",
+    "TooLate": "too_late",
     "TooLong": "context_length_exceeded",
     "TransferError": "transfer_error",
     "UnknownKind": "unknown_kind",

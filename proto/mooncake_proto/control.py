@@ -45,7 +45,8 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One process of the mesh. ``endpoint`` is its ROUTER; ``model`` is absent on gateways and messengers."""
+    """One process of the mesh. ``endpoint`` is its ROUTER; ``model`` is absent on gateways and messengers. ``kind``, of
+    a worker, names the machines that are equally fast: those of one kind share a cost profile."""
 
     role: Role
     instance_id: InstanceId
@@ -53,6 +54,7 @@ class Member:
     incarnation: Incarnation
     endpoint: str
     model: ModelCard | None = None
+    kind: str = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +66,18 @@ class Load:
     ``pages`` says what its arena is made of: hugetlb, transparent or small.
 
     Prefill: ``queued_prompts`` are the (uncached, cached) tokens of every job not computed yet, oldest first; the
-    first has been computed for ``prefill_elapsed_s``.
+    first has been computed for ``prefill_elapsed_s``. ``queued_priorities`` are theirs, where any has one.
     ``recent_prefills`` are the (uncached, cached, seconds) of the last few of ``prefills`` computed ones, newest last.
     Decode: queued are the jobs whose KV is still to come, with their tokens; ``sequences`` are the (tokens, decoded
     tokens) of every running one; ``decoded_tokens`` is what a finished one had decoded here, on average of late.
     ``recent_steps`` are the (sequences, tokens of KV, seconds) of the last few of ``steps``, newest last; ``step_s`` is
+<<<<<<< HEAD
     their moving average. ``blocks_total`` is how many blocks it can decode at a time, 0: all of its node's.
+=======
+    their moving average.
+    Messenger: ``recent_copies`` are the (bytes, seconds) of the last few of ``copies`` prefixes that it had from other
+    nodes, newest last.
+>>>>>>> main
     """
 
     queued_jobs: Natural = 0
@@ -92,6 +100,7 @@ class Load:
     pages: str = ""
     draining: bool = False
     queued_prompts: tuple[tuple[Natural, Natural], ...] = ()
+    queued_priorities: tuple[int, ...] = ()
     prefill_elapsed_s: float = 0.0
     prefills: Natural = 0
     recent_prefills: tuple[tuple[Natural, Natural, float], ...] = ()
@@ -99,6 +108,8 @@ class Load:
     decoded_tokens: float = 0.0
     steps: Natural = 0
     recent_steps: tuple[tuple[Natural, Natural, float], ...] = ()
+    copies: Natural = 0
+    recent_copies: tuple[tuple[Natural, float], ...] = ()
 
 
 @message("control.register")
@@ -174,7 +185,7 @@ class StatusQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateQuality:
-    """How well the conductor's cost model predicts an instance, from ``samples`` observed times.
+    """How well the conductor's cost model predicts an instance, or ``copies`` between nodes, from ``samples`` times.
 
     ``factor`` is observed over modelled time, which corrects the model from then on; ``error`` is the mean relative
     error of the corrected predictions of late.
@@ -184,6 +195,41 @@ class EstimateQuality:
     factor: float
     error: float
     samples: Natural
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Quantiles of the last requests that have it, 0 without any, and the objective; None: it differs by request."""
+
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    objective_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassReport:
+    """How one class of requests has fared since the conductor started; see policy/slo.py.
+
+    ``good`` ones were answered whole within both objectives; ``good_per_s`` counts those of the last minute.
+    ``tokens`` are those of prompts and answers. ``wasted_tokens`` were computed at prefill for requests that were not
+    good. ``refusals`` counts by reason.
+    """
+
+    name: str
+    requests: Natural
+    finished: Natural
+    refused: Natural
+    failed: Natural
+    cancelled: Natural
+    good: Natural
+    good_per_s: float
+    tokens: Natural
+    good_tokens: Natural
+    wasted_tokens: Natural
+    ttft: Latency
+    tbt: Latency
+    refusals: dict[str, Natural]
 
 
 @message("control.status_report")
@@ -199,6 +245,7 @@ class StatusReport:
     rejected_total: Natural
     uptime_s: float
     estimates: tuple[EstimateQuality, ...] = ()
+    classes: tuple[ClassReport, ...] = ()
 
 
 @message("control.ping")

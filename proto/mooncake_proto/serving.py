@@ -11,6 +11,7 @@
     decode  → gateway     TokenBatch          one-way, one per decode iteration and gateway
     either  → gateway     JobFailed           one-way; the job is over at the sender
     gateway → either      CancelJob           answered by Ok once nothing of the job is left there
+    gateway → conductor   Outcomes            one-way, a few times a second: how requests ended
 
 Token ids travel as little-endian int32, block keys as concatenated 16-byte hashes.
 """
@@ -93,14 +94,13 @@ class GateKind(enum.Enum):
 class DecodeGate:
     """By what a decode worker lets the decoding of a computed prompt begin, as far as the conductor knows.
 
-    ``tbt_s`` is the objective for a step, ``ttft_s`` that from arrival to first token. A step is expected to take
-    ``step_base_s`` and two further times for each sequence and each token of KV. ``room_tokens`` of KV fit the
-    worker's node; ``decode_s`` is how long requests are decoded of late.
+    ``tbt_s`` is the objective for a step. A step is expected to take ``step_base_s`` and two further times for each
+    sequence and each token of KV. ``room_tokens`` of KV fit the worker's node; ``decode_s`` is how long requests are
+    decoded of late.
     """
 
     kind: GateKind
     tbt_s: float
-    ttft_s: float | None
     step_base_s: float
     step_sequence_s: float
     step_token_s: float
@@ -118,7 +118,8 @@ class DecodeGate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """``avoid`` names instances that just failed this request; ``refused_by`` the decode instances that had no place
-    for it when its KV was there: it is placed only where there is one now. ``tenant`` is whose it is."""
+    for it when its KV was there: it is placed only where there is one now. Lower ``priority`` is more urgent;
+    ``tenant`` is whose it is."""
 
     job_id: JobId
     model: str
@@ -127,6 +128,7 @@ class Schedule:
     keys: PackedKeys
     avoid: tuple[InstanceId, ...] = ()
     refused_by: tuple[InstanceId, ...] = ()
+    priority: int = 0
     tenant: str = ""
 
 
@@ -137,7 +139,8 @@ class Placement:
 
     ``read_limit_blocks``: no prefix block beyond that many is worth reading from the node's SSD; None for no limit.
     All block counts are hints: who acts on them finds out what is really there. With a ``gate`` the decode worker has
-    the last word, and nobody is shown the first token before.
+    the last word, and nobody is shown the first token before. ``prefill_est_s`` is what computing will take once it is
+    its turn, ``ttft_slo_s`` the objective from the request's arrival to its first token.
     """
 
     job_id: JobId
@@ -149,6 +152,8 @@ class Placement:
     ttft_est_s: float = 0.0
     tbt_est_s: float = 0.0
     gate: DecodeGate | None = None
+    prefill_est_s: float = 0.0
+    ttft_slo_s: float | None = None
     read_limit_blocks: Natural | None = None
 
 
@@ -161,6 +166,22 @@ class Rejected:
     reason: str
     unavailable: bool
     retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueTurn:
+    """What decides when a prompt is computed: see policy/queue_order.py.
+
+    The request has ``waited_s`` since it arrived, its first token is due ``first_token_within_s`` from now (None: no
+    objective), and its computation is expected to take ``service_s``. Lower ``priority`` is more urgent; equal ones are
+    shared out between tenants, by ``fairness_id``.
+    """
+
+    service_s: float
+    waited_s: float = 0.0
+    first_token_within_s: float | None = None
+    priority: int = 0
+    fairness_id: str = ""
 
 
 @message("serving.prefill_job")
@@ -188,6 +209,7 @@ class PrefillJob:
     fetch_from: str = ""
     fetch_prefix_blocks: Natural = 0
     local_prefix_blocks: Natural = 0
+    turn: QueueTurn | None = None
     tenant: str = ""
     read_limit_blocks: Natural | None = None
 
@@ -285,3 +307,42 @@ class JobFailed:
 class CancelJob:
     job_id: JobId
     reason: str = ""
+
+
+class Ending(enum.Enum):
+    """How a request ended for its client. ``refused``: answered 429 or 503 before anything was shown."""
+
+    FINISHED = "finished"
+    REFUSED = "refused"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One choice of one request, as its gateway saw it.
+
+    ``ttft_s`` counts from its arrival in the mesh; ``tbt_s`` is the mean of the longest 10 % of its token intervals;
+    None where there was no such token. ``cached_tokens`` were in the pool when its first token was drawn,
+    ``computed_tokens`` were computed for it over all its jobs. ``reason`` is that of a refusal. ``prefill`` and
+    ``decode`` name where it ran last, empty if it never did.
+    """
+
+    ending: Ending
+    priority: int
+    prompt_tokens: Natural
+    cached_tokens: Natural
+    computed_tokens: Natural
+    generated_tokens: Natural
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    reason: str = ""
+    prefill: str = ""
+    decode: str = ""
+
+
+@message("serving.outcomes")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    instance_id: InstanceId
+    outcomes: tuple[Outcome, ...]

@@ -8,13 +8,13 @@ An address that other machines reach is bound only with ``keys``, or where ``all
 docs/security.md.
 """
 
-import enum
 import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
+from mooncake_mesh import config_kinds
 from mooncake_mesh.config_checks import (
     above_zero,
     at_least,
@@ -26,8 +26,9 @@ from mooncake_mesh.config_checks import (
     whole_blocks,
     words,
 )
+from mooncake_mesh.config_commands import ChatConfig, ProfileConfig, StatusConfig
 from mooncake_mesh.config_rdma import RdmaConfig
-from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind
+from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind, QueueOrderKind
 from mooncake_mesh.config_tenants import tenant_shares
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.layout import KvDtype
@@ -36,56 +37,13 @@ MiB: Final = 1 << 20
 GiB: Final = 1 << 30
 
 
-class LogLevel(enum.Enum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class LogFormat(enum.Enum):
-    CONSOLE = "console"
-    JSON = "json"
-
-
-class EngineKind(enum.Enum):
-    """Who computes: a real model, or the fake engine (deterministic tokens, configurable delays, no torch)."""
-
-    TRANSFORMERS = "transformers"
-    FAKE = "fake"
-
-
-class FakeOutput(enum.Enum):
-    """What the fake engine says: tokens that depend on the KV it reads, or the bytes of a fixed UTF-8 text."""
-
-    HASH = "hash"
-    UTF8 = "utf8"
-
-
-class TransportKind(enum.Enum):
-    """How KV leaves a node. ``auto`` takes shared memory between processes of one host, else TCP; RDMA only by name."""
-
-    AUTO = "auto"
-    SHM = "shm"
-    TCP = "tcp"
-    RDMA = "rdma"
-
-
-class PagesKind(enum.Enum):
-    """What an arena is made of: reserved 2 MiB pages, ones that the kernel finds when it can, or ordinary ones.
-
-    ``auto`` takes the best there is. What is asked for by name is had, or the messenger does not start.
-    """
-
-    AUTO = "auto"
-    HUGETLB = "hugetlb"
-    TRANSPARENT = "transparent"
-    SMALL = "small"
-
-
-class ChecksumKind(enum.Enum):
-    XXH3 = "xxh3"
-    NONE = "none"
+ChecksumKind = config_kinds.ChecksumKind
+EngineKind = config_kinds.EngineKind
+FakeOutput = config_kinds.FakeOutput
+LogFormat = config_kinds.LogFormat
+LogLevel = config_kinds.LogLevel
+PagesKind = config_kinds.PagesKind
+TransportKind = config_kinds.TransportKind
 
 
 def default_run_dir() -> Path:
@@ -125,6 +83,12 @@ class ConductorConfig:
     dead_after_s: Annotated[float, "silence after which a member counts as dead"] = 3.0
     ttft_slo_s: Annotated[float, "objective for the time to first token"] = 30.0
     tbt_slo_s: Annotated[float, "objective for the time between tokens (mean of the longest 10 %)"] = 0.5
+    ttft_slo_factor: Annotated[
+        float | None, "count as good up to this many times the unloaded time to first token, not up to ttft_slo_s"
+    ] = None
+    tbt_slo_factor: Annotated[
+        float | None, "count as good up to this many times the unloaded time of a step, not up to tbt_slo_s"
+    ] = None
     placement: Annotated[
         PlacementKind, "how a prefill instance is chosen: random, load_balance, local, kvcache_centric or adaptive"
     ] = PlacementKind.ADAPTIVE
@@ -158,7 +122,7 @@ class ConductorConfig:
         at_least(self, 0.0, "replication_share")
         if self.replication_share > 1.0:
             raise ValueError(f"replication_share: must be at most 1, got {self.replication_share}")
-        for name in ("wip_limit", "decode_s"):
+        for name in ("wip_limit", "decode_s", "ttft_slo_factor", "tbt_slo_factor"):
             if getattr(self, name) is not None:
                 above_zero(self, name)
         if self.suspect_after_s <= self.heartbeat_s:
@@ -267,6 +231,7 @@ class PrefillConfig:
     bind: Annotated[str, "endpoint that gateways send jobs to"] = "tcp://127.0.0.1:7730"
     conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
     messenger: Annotated[str, "endpoint of the node's messenger"] = "tcp://127.0.0.1:7720"
+    kind: Annotated[str, "name of what this machine is: workers of one kind share a cost profile"] = "default"
     engine: Annotated[EngineKind, "transformers, or fake for tests and load"] = EngineKind.TRANSFORMERS
     model: Annotated[str, "a known name, a local folder or a hub id"] = "smollm2-135m"
     dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
@@ -275,6 +240,9 @@ class PrefillConfig:
     block_tokens: Annotated[int, "tokens of a KVCache block; equal in the whole mesh"] = 16
     chunk_tokens: Annotated[int, "prompt tokens of one forward, whole blocks; 0 takes a prompt in one go"] = 512
     max_queued_jobs: Annotated[int, "jobs that may wait; more are refused"] = 256
+    queue_order: Annotated[
+        QueueOrderKind, "slack: by priority, fair share and due time, where nobody loses by it; fcfs: as they come"
+    ] = QueueOrderKind.SLACK
     drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
     fake: FakeConfig = FakeConfig()
     keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
@@ -283,7 +251,7 @@ class PrefillConfig:
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
 
     def __post_init__(self) -> None:
-        ids(self, "instance_id", "node_id")
+        ids(self, "instance_id", "node_id", "kind")
         words(self, "model", "device")
         bound(self, "bind")
         connected(self, "conductor", "messenger")
@@ -301,6 +269,7 @@ class DecodeConfig:
     bind: Annotated[str, "endpoint that gateways send jobs to"] = "tcp://127.0.0.1:7740"
     conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
     messenger: Annotated[str, "endpoint of the node's messenger"] = "tcp://127.0.0.1:7720"
+    kind: Annotated[str, "name of what this machine is: workers of one kind share a cost profile"] = "default"
     engine: Annotated[EngineKind, "transformers, or fake for tests and load"] = EngineKind.TRANSFORMERS
     model: Annotated[str, "a known name, a local folder or a hub id"] = "smollm2-135m"
     dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
@@ -317,7 +286,7 @@ class DecodeConfig:
     log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
 
     def __post_init__(self) -> None:
-        ids(self, "instance_id", "node_id")
+        ids(self, "instance_id", "node_id", "kind")
         words(self, "model", "device")
         bound(self, "bind")
         connected(self, "conductor", "messenger")
@@ -364,42 +333,6 @@ class UpConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatusConfig:
-    """``mooncake status``: what to ask, and how to show it."""
-
-    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
-    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
-    timeout_s: Annotated[float, "how long to wait for its answer"] = 3.0
-    watch_s: Annotated[float | None, "ask again this often, until interrupted"] = None
-    json: Annotated[bool, "print the report as one JSON object"] = False
-
-    def __post_init__(self) -> None:
-        connected(self, "conductor")
-        above_zero(self, "timeout_s")
-        if self.watch_s is not None:
-            above_zero(self, "watch_s")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatConfig:
-    """``mooncake chat``: a conversation in the terminal."""
-
-    gateway: Annotated[str, "endpoint of the gateway for SDK clients"] = "tcp://127.0.0.1:7710"
-    keys: Annotated[Path | None, "folder with the keys of a client (mooncake keys issue)"] = None
-    model: Annotated[str | None, "model to talk to; the one that is served otherwise"] = None
-    system: Annotated[str | None, "system prompt"] = None
-    temperature: Annotated[float | None, "0 takes the likeliest token; the server's default otherwise"] = None
-    max_tokens: Annotated[int, "longest answer"] = 512
-    seed: Annotated[int | None, "makes answers repeatable"] = None
-
-    def __post_init__(self) -> None:
-        connected(self, "gateway")
-        at_least(self, 1, "max_tokens")
-        if self.temperature is not None:
-            at_least(self, 0.0, "temperature")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorConfig:
     """``mooncake doctor``: what a messenger on this machine is meant to do."""
 
@@ -422,6 +355,7 @@ RoleConfig = (
     | UpConfig
     | StatusConfig
     | ChatConfig
+    | ProfileConfig
     | DoctorConfig
 )
 """Every class that has a table of its own in a configuration file."""
@@ -435,6 +369,7 @@ SECTIONS: Final[dict[str, type[RoleConfig]]] = {
     "up": UpConfig,
     "status": StatusConfig,
     "chat": ChatConfig,
+    "profile": ProfileConfig,
     "doctor": DoctorConfig,
 }
 """Table name, environment prefix (in capitals) and sub-command → class."""

@@ -23,3 +23,11 @@ class AdmissionKind(enum.Enum):
     EARLY = "early"
     PREDICTIVE = "predictive"
     HOLD = "hold"
+
+
+class QueueOrderKind(enum.Enum):
+    """In which order a prefill instance computes what waits: as it came, or as :mod:`mooncake_mesh.policy.queue_order`
+    says."""
+
+    FCFS = "fcfs"
+    SLACK = "slack"

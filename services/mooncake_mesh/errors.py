@@ -8,7 +8,7 @@
     ├─ MeshError                   PeerUnreachable* · KeyRefused · CallTimeout* · Draining* · SlowReader · Refused ·
     │                              RemoteFailure
     ├─ RequestError                InvalidRequest · ModelNotFound · TooLong · InvalidApiKey · Rejected* ·
-    │                              DecodeRefused* · Aborted · DeadlineExceeded
+    │                              DecodeRefused* · TooLate* · Aborted · DeadlineExceeded
     ├─ TransferError               SliceLost* · ChecksumMismatch* · NoFreeBlocks*
     ├─ ModelError                  UnsupportedModel
     └─ InternalError               InvalidTransition · InvariantViolated              (bugs)
@@ -46,6 +46,7 @@ __all__ = [
     "RequestError",
     "SliceLost",
     "SlowReader",
+    "TooLate",
     "TooLong",
     "TransferError",
     "UnsupportedModel",
@@ -162,6 +163,15 @@ class DecodeRefused(Rejected):
     """A decode instance has no place for a computed prompt: another one may have (429 otherwise)."""
 
     code = "decode_refused"
+
+    def __init__(self, reason: str, *, retry_after_s: float) -> None:
+        super().__init__(reason, unavailable=False, retry_after_s=retry_after_s)
+
+
+class TooLate(Rejected):
+    """It is not a prompt's turn in time for its first token: it is refused rather than computed in vain."""
+
+    code = "too_late"
 
     def __init__(self, reason: str, *, retry_after_s: float) -> None:
         super().__init__(reason, unavailable=False, retry_after_s=retry_after_s)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mooncake_mesh.cli.status import as_json
@@ -14,7 +15,7 @@ from tests.mesh.harness import Mesh
 rdma_reason.skip_module()
 pytestmark = [pytest.mark.hardware, pytest.mark.timeout(600)]
 
-READY_S = 240.0
+READY_S = 300.0
 PATIENT = ["--suspect-after-s=20", "--dead-after-s=60", "--ttft-slo-s=600", "--tbt-slo-s=600"]
 
 
@@ -70,7 +71,12 @@ def packets() -> int | None:
     return sum(int(counter.read_text()) for counter in counters) if counters else None
 
 
-@pytest.mark.parametrize("asked", [FAKE, pytest.param(REAL, marks=pytest.mark.model)], ids=["fake", "real"])
+roomy = pytest.mark.skipif(
+    psutil.virtual_memory().total < 3 << 30, reason="two workers with a model need 3 GiB: scripts/rdma-vm --memory 4096"
+)
+
+
+@pytest.mark.parametrize("asked", [FAKE, pytest.param(REAL, marks=[pytest.mark.model, roomy])], ids=["fake", "real"])
 def test_a_chat_completion_over_rdma_equals_that_over_shared_memory(asked: Asked) -> None:
     before = packets()
     over_rdma = answer_over("rdma", asked)

@@ -103,6 +103,7 @@ class Mesh:
         self._fork_server = Mesh.fork_servers.get(engine) if start is Start.FORK else None
         self._children: dict[str, _Child] = {}
         self._used_shm: set[str] = set()
+        self._first_flags: dict[str, list[str]] = {}
         worker = [f"--engine={engine}", f"--model={model}", f"--dtype={dtype}"]
         conductor = f"--conductor={self._ipc('conductor')}"
         self._add("conductor", "conductor", [f"--publish={self._ipc('cluster')}", "--heartbeat-s=0.2"])
@@ -276,10 +277,11 @@ class Mesh:
         child.process.wait()
 
     def restart(self, name: str, *flags: str) -> None:
-        """End a process and start it again with *flags* more, which win over the same ones given before."""
+        """End a process and start it again with *flags* more than at first, which win over those of the mesh."""
         child = self._children[name]
+        first = self._first_flags.setdefault(name, list(child.flags))
         self.kill(name)
-        child.flags.extend(flags)
+        child.flags[:] = [*first, *flags]
         self.start(name)
 
     def stop(self, name: str) -> None:

@@ -5,12 +5,16 @@ Two decode instances that take 60 ms for each sequence of a step. Two sequences 
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from mooncake_proto.control import Role
+from mooncake_mesh.policy.cost_profile import load_kinds
+from mooncake_proto.control import ClassReport, Role
 from tests.mesh import clients
 from tests.mesh.clients import Stream
 from tests.mesh.harness import Mesh
@@ -20,7 +24,7 @@ pytestmark = pytest.mark.mesh
 COST = {
     "format": "mooncake-mesh/cost/1",
     "prefill_base_s": 0.001,
-    "prefill_token_s": 0.00001,
+    "prefill_token_s": 0.002,
     "prefill_pair_s": 0.0,
     "cached_token_s": 0.0,
     "step_base_s": 0.0,
@@ -40,6 +44,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     flags = {
         "conductor": ["--tbt-slo-s=0.15", "--ttft-slo-s=20", "--wip-limit=100", f"--cost-profile={profile}"],
         "decode": ["--fake-decode-s-per-slot=0.06"],
+        "prefill": ["--fake-prefill-s-per-token=0.002"],
     }
     with Mesh(flags=flags, decode_nodes=(1, 1)) as mesh:
         yield mesh
@@ -145,6 +150,65 @@ def test_a_request_that_is_held_too_long_is_refused(mesh: Mesh) -> None:
         assert answer.headers["x-mooncake-reject-reason"] == "ttft_objective_at_decode"
         assert not any(other.is_over for other in streams)
     mesh.wait_idle()
+
+
+def test_the_urgent_overtake_in_the_prefill_queue(mesh: Mesh) -> None:
+    admitting(mesh, "hold")
+
+    def queued(n: int) -> bool | None:
+        loads = [s.load for s in mesh.status().cluster.members if s.member.role is Role.PREFILL]
+        return (sum(load.queued_jobs for load in loads) == n) or None
+
+    with ExitStack() as stack:
+        long = stack.enter_context(Stream(mesh.http, "a long prompt that keeps the instance busy " * 40, 1))
+        mesh.wait(lambda: queued(1), what="the long prompt to be computed")
+        standard = [stack.enter_context(Stream(mesh.http, f"{i} standard " * 12, 1)) for i in range(4)]
+        mesh.wait(lambda: queued(5), what="the others to wait for it")
+        urgent = stack.enter_context(Stream(mesh.http, "urgent " * 12, 1, {"priority": -5}))
+        urgent.wait_over()
+        assert sum(one.is_over for one in standard) < 4, "it overtook who had not begun"
+        for one in (long, urgent, *standard):
+            assert one.result() == clients.expected_text(one.prompt, 1)
+    mesh.wait_idle()
+
+
+def test_what_happened_is_told_by_class_in_status_and_metrics(mesh: Mesh) -> None:
+    admitting(mesh, "early")
+    clients.complete(mesh.http, "counted", 3)
+    clients.complete(mesh.http, "counted as urgent", 3, priority=-1)
+
+    def told() -> dict[str, ClassReport] | None:
+        classes = {one.name: one for one in mesh.status().classes}
+        return classes if set(classes) == {"urgent", "standard"} else None
+
+    classes = mesh.wait(told, what="both requests to be reported")
+    assert all(one.requests == one.finished == one.good >= 1 for one in classes.values()), (
+        "one may be of the test before"
+    )
+    assert classes["standard"].ttft.objective_s == 20
+    assert 0 < classes["standard"].tbt.p50_s < 0.15
+    metrics = clients.get(mesh.http, "/metrics").body.decode()
+    assert f'mooncake_slo_good_requests_total{{class="urgent"}} {classes["urgent"].good}.0' in metrics
+    assert "mooncake_estimate_error_ratio{" in metrics
+
+
+def test_profile_finds_the_times_that_the_engine_pretends(mesh: Mesh, tmp_path: Path) -> None:
+    admitting(mesh, "baseline")
+    output = tmp_path / "cost.json"
+    flags = ["--longest-prompt-tokens=256", "--largest-batch=2", "--repeats=1", f"--output={output}"]
+    flags += [f"--conductor={mesh.conductor}", f"--gateway={mesh.sdk}"]
+    command = [sys.executable, "-P", "-m", "mooncake_mesh", "profile", *flags]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "decode step" in ran.stdout
+    cost = load_kinds(output.read_text())["default"]
+    assert cost.prefill_s(200, 0) == pytest.approx(0.4, rel=0.25)
+    assert cost.prefill_s(100, 100) == pytest.approx(0.2, rel=0.25), "what is cached costs nothing"
+    assert cost.decode_step_s(1, 100) == pytest.approx(0.06, rel=0.25)
+    assert cost.decode_step_s(2, 400) == pytest.approx(0.12, rel=0.25)
+    mesh.wait_idle()
+    mesh.restart("conductor", f"--cost-profile={output}")
+    mesh.wait_healthy()
 
 
 def _holds(role: Role, load: object) -> bool:

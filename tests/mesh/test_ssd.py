@@ -11,11 +11,14 @@ import pytest
 
 from mooncake_mesh.engine.fake import FakeConfig
 from mooncake_mesh.gateway.tokenizer import ByteTokenizer, SpecialTokens
-from mooncake_mesh.kv.block_hash import chain, key_root, token_bytes
+from mooncake_mesh.kv.block_hash import chain, join_keys, key_root, token_bytes
 from mooncake_mesh.kv.layout import KvDtype, KvLayout
 from mooncake_mesh.messenger.store.records import PAGE_BYTES, RECORD_BYTES, Namespace, unpack_record
-from mooncake_proto.control import Load
-from mooncake_proto.ids import BlockKey
+from mooncake_proto import codec
+from mooncake_proto.control import Load, Ping
+from mooncake_proto.envelope import Envelope
+from mooncake_proto.ids import BlockKey, MessageId
+from mooncake_proto.transfer import Replicate
 from tests.mesh import clients
 from tests.mesh.harness import Mesh
 
@@ -57,7 +60,11 @@ def _ask(mesh: Mesh, prompt: str) -> int:
 def _others(mesh: Mesh, n: int) -> None:
     """Requests that together need more than the arena."""
     for number in range(n):
-        _ask(mesh, f"conversation {number} has nothing in common with others. " * 6)
+        _ask(mesh, _other(number))
+
+
+def _other(number: int) -> str:
+    return f"conversation {number} has nothing in common with others. " * 6
 
 
 def _load(mesh: Mesh, name: str = "messenger0") -> Load:
@@ -141,6 +148,18 @@ def test_another_node_gets_a_prefix_that_left_the_arena(tmp_path: Path) -> None:
             busy.result()
         assert mesh.wait_log("messenger2", "prefix_fetched")["blocks"] == _whole_blocks(FIRST)
         assert mesh.wait_log("messenger0", "read_ahead")["blocks"] == _whole_blocks(FIRST), "before it was asked for"
+        _replicate(mesh, _other(0), source="messenger0", target="messenger2")
+        copied = mesh.wait_log("messenger2", "prefix_fetched", blocks=_whole_blocks(_other(0)))
+        assert copied["job_id"].startswith("replica-")
+        assert _ask(mesh, _other(0)) == _whole_blocks(_other(0)) * LAYOUT.block_tokens
+
+
+def _replicate(mesh: Mesh, prompt: str, *, source: str, target: str) -> None:
+    order = Replicate(keys=join_keys(_keys_of(prompt)), source=mesh.member(source).endpoint)
+    with clients.dealer(mesh.member(target).endpoint) as plug:
+        plug.send_multipart(codec.encode(order))
+        plug.send_multipart(codec.encode(Ping(), Envelope(id=MessageId("1"), deadline_s=5.0)))
+        clients.receive(plug, timeout_s=5.0)  # what was sent before has come
 
 
 def _takes_work(mesh: Mesh, name: str) -> bool:

@@ -134,6 +134,7 @@ def _listen_in(
 
 
 def test_strangers_hear_nothing_from_any_zeromq_socket(mesh: KeyedMesh, keys: Keys, tmp_path: Path) -> None:
+    """Field report P39: no socket off loopback that is open to whoever finds it (vllm-project/vllm#17192)."""
     other = key_folder.create(tmp_path / "other", "stranger")
     strangers = {
         "no key": None,
@@ -246,6 +247,19 @@ def test_strangers_get_nothing_out_of_the_transport_and_nothing_in(mesh: KeyedMe
             assert _read_to_end(stranger) == b""
     assert mesh.find_log("messenger1", "stranger_dismissed") is not None
     assert complete(mesh, keys.api["acme"], "still over TCP " * 20).status == 200
+
+
+def test_members_that_start_again_are_let_in_again(mesh: KeyedMesh, keys: Keys) -> None:
+    """The decode node's messenger has another secret then, and its workers and peers other connections."""
+    for name in ("messenger1", "decode0"):
+        mesh.kill(name)
+    for name in ("messenger1", "decode0"):
+        mesh.start(name)
+    mesh.wait_healthy()
+    prompt = "once more over TCP " * 20
+    answer = complete(mesh, keys.api["acme"], prompt)
+    assert answer.status == 200
+    assert answer.json()["choices"][0]["text"] == clients.expected_text(prompt, 8)
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------

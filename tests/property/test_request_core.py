@@ -69,7 +69,6 @@ DECODES = [_worker("d0"), _worker("d1")]
 GATE = DecodeGate(
     kind=GateKind.HOLD,
     tbt_s=0.1,
-    ttft_s=30.0,
     step_base_s=0.01,
     step_sequence_s=0.0,
     step_token_s=0.0,
@@ -199,7 +198,9 @@ class RequestMachine(RuleBasedStateMachine):
     def placed(self, prefill: WorkerRef, decode: WorkerRef, which: int, gate: DecodeGate | None) -> None:
         """An answer to a question of now or of earlier, perhaps for the second time."""
         job_id = self.asked[-1 - which % len(self.asked)].schedule.job_id
-        answer = Placement(job_id=job_id, prefill=prefill, decode=decode, local_prefix_blocks=0, gate=gate)
+        answer = Placement(
+            job_id=job_id, prefill=prefill, decode=decode, local_prefix_blocks=0, gate=gate, ttft_slo_s=30.0
+        )
         self.feed(Placed(placement=answer))
 
     @precondition(lambda self: self.started)

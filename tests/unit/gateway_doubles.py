@@ -16,7 +16,8 @@ from mooncake_mesh.gateway.doorkeeper import Doorkeeper
 from mooncake_mesh.gateway.http import HttpLimits, create_app
 from mooncake_mesh.gateway.metrics import DoorMetrics
 from mooncake_mesh.gateway.tokenizer import BYTE_EOS, ByteTokenizer
-from mooncake_proto.control import ModelCard
+from mooncake_proto.control import ModelCard, StatusReport
+from mooncake_proto.ids import RequestId
 from mooncake_proto.serving import FinishReason, TokenLogprob
 
 Script = Callable[[TokenRequest], AsyncIterator[TokenEvent]]
@@ -42,12 +43,20 @@ class ScriptedMesh:
         self.changed = asyncio.Event()
         self.cards: tuple[ModelCard, ...] = (card(),)
         self.state = Readiness(ready=True, reasons=())
+        self.content: set[RequestId] = set()
+        self.known: StatusReport | None = None
 
     def models(self) -> tuple[ModelCard, ...]:
         return self.cards
 
     def readiness(self) -> Readiness:
         return self.state
+
+    def satisfied(self, request_id: RequestId) -> None:
+        self.content.add(request_id)
+
+    async def report(self) -> StatusReport | None:
+        return self.known
 
     async def generate(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)

@@ -12,9 +12,9 @@ import structlog
 from mooncake_mesh import telemetry
 from mooncake_mesh.cli import roles, up
 from mooncake_mesh.cli.app import main
-from mooncake_mesh.config import SECTIONS, GatewayConfig, PrefillConfig, UpConfig
+from mooncake_mesh.config import SECTIONS, GatewayConfig, MessengerConfig, PrefillConfig, UpConfig
 from mooncake_mesh.errors import ConfigError, PeerUnreachable, UnsupportedModel
-from mooncake_mesh.mesh import runtime
+from mooncake_mesh.mesh import key_folder, runtime
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -112,13 +112,17 @@ def test_a_folder_without_keys_is_refused(
     assert "keys: cannot read a key from" in capsys.readouterr().err
 
 
-def test_a_bind_without_keys_is_warned_of_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bind_without_keys_or_in_clear_is_warned_of_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "configure", lambda *_: None)
     monkeypatch.setattr(runtime, "main", lambda *_: 0)
     with structlog.testing.capture_logs() as logs:
         assert roles.run("gateway", GatewayConfig(host="0.0.0.0", allow_insecure_bind=True)) == 0
         assert roles.run("gateway", GatewayConfig()) == 0
-    (line,) = [line for line in logs if line["event"] == "insecure_bind"]
+        keys = key_folder.create(tmp_path / "keys", "first").folder
+        assert roles.run("messenger", MessengerConfig(data_host="0.0.0.0", bind="tcp://0.0.0.0:1", keys=keys)) == 0
+    assert [line["event"] for line in logs] == ["insecure_bind", "not_encrypted"]
+    assert logs[1]["addresses"] == ["data_host=0.0.0.0"]
+    line = logs[0]
     assert (line["log_level"], line["addresses"]) == ("warning", ["host=0.0.0.0"])
 
 

@@ -13,7 +13,7 @@ import pytest
 from mooncake_mesh.cli import chat
 from mooncake_mesh.cli.chat import Answer, Conversation
 from mooncake_mesh.client import ChatChunkChoice, ChatCompletionChunk, Delta, Usage
-from mooncake_mesh.config import ChatConfig
+from mooncake_mesh.config_commands import ChatConfig
 from mooncake_mesh.errors import Rejected
 
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from mooncake_mesh.cli import status
-from mooncake_mesh.config import StatusConfig
+from mooncake_mesh.config_commands import StatusConfig
 from mooncake_mesh.errors import CallTimeout
 from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, Role, StatusQuery, StatusReport
 from mooncake_proto.ids import Incarnation, InstanceId, NodeId

@@ -13,7 +13,7 @@ from mooncake_mesh.kv.block_hash import join_keys
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh.peers import PeerTable
 from mooncake_mesh.policy.admission import Admission
-from mooncake_mesh.policy.cost_model import LinearCost
+from mooncake_mesh.policy.cost_model import KindFactors, LinearCost
 from mooncake_mesh.policy.placement import Scheduling
 from mooncake_mesh.policy.views import Objectives
 from mooncake_proto.control import Load, Member, Role
@@ -35,7 +35,14 @@ COST = LinearCost(
 )
 
 
-def mesh(*nodes: str, blocks: int = 1_000, scheduling: Scheduling | None = None, tbt_s: float = 10.0) -> ConductorCore:
+def mesh(
+    *nodes: str,
+    blocks: int = 1_000,
+    scheduling: Scheduling | None = None,
+    tbt_s: float = 10.0,
+    kinds: dict[str, KindFactors] | None = None,
+    kind_of: dict[str, str] | None = None,
+) -> ConductorCore:
     """Each node is written as the workers on it: "p0", "d0" or "p0 d0"."""
     core = ConductorCore(
         incarnation=Incarnation("conductor"),
@@ -45,6 +52,7 @@ def mesh(*nodes: str, blocks: int = 1_000, scheduling: Scheduling | None = None,
         objectives=Objectives(ttft_s=100.0, tbt_s=tbt_s),
         started_s=0.0,
         scheduling=scheduling or Scheduling(),
+        kinds=kinds or {},
     )
     for number, workers in enumerate(nodes):
         for name in [f"m{number}", *workers.split()]:
@@ -56,6 +64,7 @@ def mesh(*nodes: str, blocks: int = 1_000, scheduling: Scheduling | None = None,
                 incarnation=LIFE,
                 endpoint=f"ipc://{name}",
                 model=None if role is Role.MESSENGER else CARD,
+                kind=(kind_of or {}).get(name, "default"),
             )
             core.register(member, 0.0)
             beat(core, name, Load(blocks_total=blocks, blocks_free=blocks) if role is Role.MESSENGER else Load(), 0.0)
@@ -211,13 +220,49 @@ def test_a_trace_replays_to_the_same_decisions_in_this_process_and_under_any_has
         assert done.stdout.split("\n") == once
 
 
+def test_copies_are_corrected_by_what_messengers_saw_of_them() -> None:
+    core = mesh("p0", "p1 d0")
+    held = KvSnapshot(node_id=NodeId("n0"), incarnation=LIFE, seq=0, keys=join_keys(KEYS[:9]))
+    core.kv_snapshot(held)
+    beat(core, "p0", Load(queued_prompts=((10_000, 0),)), 0.0)  # the holder is busy
+    assert placed(core, 0.0, keys=9).fetch_prefix_blocks == 9, "0.09 s to copy what takes 0.36 s to compute"
+    slow = Load(blocks_total=1_000, blocks_free=1_000, copies=3, recent_copies=((9_000, 0.9),))  # modelled: 0.09
+    beat(core, "m1", slow, 1.0)
+    assert placed(core, 2.0, keys=9).fetch_prefix_blocks == 0
+    [copies] = [known for known in core.status(2.0).estimates if known.instance_id == "copies"]
+    assert copies.factor == pytest.approx(10.0)
+    beat(core, "m1", slow, 3.0)
+    [again] = [known for known in core.status(3.0).estimates if known.instance_id == "copies"]
+    assert again == copies, "a copy is learned from once"
+
+
+def test_an_instance_of_a_slower_kind_is_taken_for_slower_from_the_start() -> None:
+    core = mesh("p0", "p1", "d0", kinds={"old": KindFactors(prefill=3.0)}, kind_of={"p0": "old"})
+    assert placed(core, 0.0).prefill.instance_id == "p1"
+    beat(core, "p0", Load(prefills=1, recent_prefills=((100, 0, 0.1),)), 1.0)  # a tenth of what is modelled
+    assert placed(core, 1.0).prefill.instance_id == "p0", "what is observed wins"
+
+
+def test_the_urgent_do_not_wait_for_whom_they_overtake() -> None:
+    core = mesh("p0", "d0")
+    load = Load(queued_prompts=((100, 0), (400, 0), (300, 0)), queued_priorities=(-101, 0, 5))  # 1, 4 and 3 s
+    beat(core, "p0", load, 0.0)
+    for priority, ttft_s in ((6, 8.4), (5, 8.4), (0, 5.4), (-1, 1.4)):  # 0.4 s is its own
+        request = Schedule(
+            job_id=JobId("r"), model="m", prompt_tokens=40, max_new_tokens=16, keys=b"", priority=priority
+        )
+        result = core.schedule(request, 0.0)
+        assert isinstance(result, Placement)
+        assert result.ttft_est_s == pytest.approx(ttft_s), priority
+
+
 # --- the decode worker's last word ------------------------------------------------------------------------------------
 
 
 def test_a_placement_tells_the_decode_worker_by_what_to_decide() -> None:
     gate = placed(mesh("p0", "d0", blocks=50), 0.0).gate
     assert gate is not None
-    assert (gate.kind, gate.tbt_s, gate.ttft_s, gate.room_tokens) == (GateKind.CHECK, 10.0, 100.0, 200)
+    assert (gate.kind, gate.tbt_s, gate.room_tokens) == (GateKind.CHECK, 10.0, 200)
     holding = Scheduling(admission=Admission(kind=AdmissionKind.HOLD))
     held = placed(mesh("p0", "d0", scheduling=holding), 0.0).gate
     assert held is not None

@@ -288,7 +288,6 @@ def test_a_finished_one_gives_its_room_before_anybody_goes() -> None:
 GATE = DecodeGate(
     kind=GateKind.HOLD,
     tbt_s=0.1,
-    ttft_s=30.0,
     step_base_s=0.0,
     step_sequence_s=0.04,  # two sequences a step
     step_token_s=0.0,

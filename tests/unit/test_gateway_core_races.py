@@ -439,7 +439,6 @@ def test_every_other_move_is_refused_and_changes_nothing(old: RequestStage, new:
 GATE = DecodeGate(
     kind=GateKind.CHECK,
     tbt_s=0.1,
-    ttft_s=30.0,
     step_base_s=0.01,
     step_sequence_s=0.0,
     step_token_s=0.0,
@@ -451,7 +450,7 @@ GATE = DecodeGate(
 def gated(attempt: int = 0) -> RequestCore:
     """A request whose first token waits for a grant."""
     made = core()
-    [start] = made.handle(Placed(placement=replace(placement(attempt), gate=GATE)), 103.0)
+    [start] = made.handle(Placed(placement=replace(placement(attempt), gate=GATE, ttft_slo_s=30.0)), 103.0)
     assert isinstance(start, StartJobs)
     assert start.decode is not None
     assert (start.decode.gate, start.decode.first_token_within_s) == (GATE, 27.0), "three seconds went on placing"
@@ -513,6 +512,22 @@ def test_refused_at_decode_and_by_all_others_it_ends_with_the_reason_and_when_to
     assert (fail.error.reason, fail.error.retry_after_s) == ("tbt_objective_at_decode", 7.0)
     assert not fail.error.unavailable
     assert request.stage is RequestStage.FAILED
+
+
+def test_a_prompt_that_waits_in_vain_ends_the_request_unless_it_has_shown_something() -> None:
+    late = replace(failed(0, P0, "too_late"), message="ttft_objective_in_queue", retry_after_s=4.0)
+    request = gated()
+    [_, fail] = request.handle(late, 104.0)
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, Rejected)
+    assert (fail.error.code, fail.error.reason, fail.error.retry_after_s) == (
+        "rejected",
+        "ttft_objective_in_queue",
+        4.0,
+    )
+    request = running()
+    request.handle(first(0, 0, 20), 104.0)
+    assert asks(request.handle(late, 105.0)) != [], "it has begun: it goes on"
 
 
 def test_while_its_first_token_is_held_it_can_be_cancelled_lost_and_late() -> None:

@@ -29,6 +29,7 @@ from mooncake_proto.transfer import (
     OpenTransfer,
     PushBlocks,
     Pushing,
+    Replicate,
     StartSend,
 )
 from tests.unit.mesh_doubles import until
@@ -192,6 +193,20 @@ def test_an_abort_is_acknowledged_after_the_last_write(is_released: bool) -> Non
     _run(scenario)
 
 
+def test_a_repeated_slice_that_ends_after_its_job_means_nothing() -> None:
+    """It was admitted without a place to write to, so nothing is in flight, and the landing is not kept for it."""
+
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        waiting, token = await rig.open_landing(tasks, "j")
+        rig.receiver.end(token, rig.receiver.begin(token, [_slice()[0], _slice(1)[0]]), None)
+        await waiting
+        assert rig.receiver.begin(token, _slice()) == []
+        rig.cut.end_job(JobId("j"), "done")
+        rig.receiver.end(token, [], None)
+
+    _run(scenario)
+
+
 # --- senders that come late -------------------------------------------------------------------------------------------
 
 
@@ -241,6 +256,41 @@ def test_a_fetch_ends_with_the_messenger_it_comes_from() -> None:
         rig.cut.peer_lost(OTHER)
         assert (await waiting).cached_blocks == 0
         rig.cut.end_job(JobId("j"), "done")
+
+    _run(scenario)
+
+
+def test_a_prefix_that_two_jobs_want_is_fetched_by_one_at_a_time() -> None:
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        def asked() -> int:
+            return sum(isinstance(body, PushBlocks) for body in rig.peer.told)
+
+        rig.peer.answers[PushBlocks] = Pushing(transfer_id=T, n_blocks=1)
+        waiting = [tasks.create_task(rig.acquire(job, fetch_from=OTHER, fetch_blocks=1)) for job in ("j", "k")]
+        await until(lambda: asked() == 1, "the fetch to be asked for")
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert asked() == 1
+        rig.cut.peer_lost(OTHER)
+        await until(lambda: asked() == 2, "the second job to try for itself, as nothing has come")
+        rig.cut.peer_lost(OTHER)
+        for one in waiting:
+            rig.cut.end_job((await one).job_id, "done")
+
+    _run(scenario)
+
+
+def test_replicas_come_one_at_a_time_and_hold_nothing() -> None:
+    async def scenario(rig: Rig, _: asyncio.TaskGroup) -> None:
+        rig.peer.answers[PushBlocks] = Pushing(transfer_id=T, n_blocks=1)
+        order = Replicate(keys=join_keys([KEY]), source=OTHER)
+        rig.cut.replicate(order)
+        await until(lambda: rig.core.n_jobs == 1, "blocks to be reserved for it")
+        rig.cut.replicate(Replicate(keys=b"o" * 16, source=OTHER))
+        await asyncio.sleep(0)
+        assert sum(isinstance(body, PushBlocks) for body in rig.peer.told) == 1
+        rig.cut.peer_lost(OTHER)
+        await until(lambda: rig.core.n_jobs == 0, "it to be given up")
 
     _run(scenario)
 

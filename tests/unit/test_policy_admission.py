@@ -9,6 +9,7 @@ from mooncake_mesh.policy.admission import Admission, admission_refusal, decode_
 from mooncake_mesh.policy.cost_model import LinearCost
 from mooncake_mesh.policy.decisions import Placed, Refused
 from mooncake_mesh.policy.forecast import decoding_at, kv_capacity_tokens, kv_in_progress_tokens, kv_limit_tokens
+from mooncake_mesh.policy.request_class import BATCH_PRIORITY
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, QueuedPrompt, RequestShape
 from mooncake_proto.ids import InstanceId, NodeId
 
@@ -173,3 +174,17 @@ def test_hold_says_when_enough_will_have_gone_and_lets_a_lone_request_in() -> No
     assert refused.retry_after_s == pytest.approx(50.0 * (95 + 20 - 110) / 95)
     small = decode("d0", blocks_total=1)
     assert refusal(AdmissionKind.HOLD, cluster(small), wip_limit=1.0) is None
+
+
+@pytest.mark.parametrize("kind", list(AdmissionKind))
+def test_batch_work_only_fills_what_is_idle(kind: AdmissionKind) -> None:
+    def batch(view: ClusterView) -> str:
+        request = replace(REQUEST, priority=BATCH_PRIORITY)
+        refused = admission_refusal(request, replace(PLACED, ttft_est_s=99.0), view, COST, LOOSE, Admission(kind=kind))
+        return "" if refused is None else refused.reason
+
+    assert batch(cluster(decode("d0"))) == "", "no objective of its own"
+    assert batch(cluster(decode("d0", (50, 1)))) == "", "50 and 20 of 100 tokens"
+    assert batch(cluster(decode("d0", (51, 1)))) == "batch_waits_for_idle_decode"
+    assert batch(cluster(decode("d0", (20, 1), waiting=31))) == "batch_waits_for_idle_decode"
+    assert batch(cluster(decode("d0"), queue=((10, 1.0),))) == "batch_waits_for_idle_prefill"

@@ -15,7 +15,8 @@ from mooncake_mesh.policy.cost_fit import (
     fit_cost,
     prefill_error,
 )
-from mooncake_mesh.policy.cost_profile import dump_profile, load_profile
+from mooncake_mesh.policy.cost_model import CopyCorrected, kind_factors
+from mooncake_mesh.policy.cost_profile import DEFAULT_KIND, dump_kinds, dump_profile, load_kinds, load_profile
 
 PUBLISHED = [
     PrefillSample(uncached_tokens=n * 1024 - cached, cached_tokens=cached, elapsed_s=elapsed_s)
@@ -135,3 +136,46 @@ def test_twice_and_half_cancel_out_and_one_outlier_counts_for_little() -> None:
 @pytest.mark.parametrize(("modelled_s", "observed_s"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0)])
 def test_times_that_say_nothing_change_nothing(modelled_s: float, observed_s: float) -> None:
     assert Correction().observed(modelled_s, observed_s) == Correction()
+
+
+# --- kinds ------------------------------------------------------------------------------------------------------------
+
+
+def test_profiles_of_several_kinds_come_back_and_an_older_one_is_that_of_the_default_kind() -> None:
+    cost = fit_cost(PUBLISHED, STEPS, TRANSFERS)
+    slow = replace(cost, prefill_base_s=1.0)
+    assert load_kinds(dump_kinds({"old": slow, DEFAULT_KIND: cost})) == {"old": slow, DEFAULT_KIND: cost}
+    assert load_kinds(dump_profile(cost)) == {DEFAULT_KIND: cost}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "no JSON"),
+        ('{"format": "mooncake-mesh/cost/2"}', "kinds"),
+        ('{"format": "mooncake-mesh/cost/2", "kinds": {}}', "kinds"),
+        ('{"format": "mooncake-mesh/cost/2", "kinds": {"a": 3}}', "a"),
+        ('{"format": "mooncake-mesh/cost/2", "kinds": {"a": {"prefill_base_s": "x"}}}', "a.prefill_base_s"),
+        ('{"format": "mooncake-mesh/cost/3"}', "format"),
+    ],
+)
+def test_a_profile_of_kinds_is_refused_by_what_is_wrong_with_it(text: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        load_kinds(text)
+
+
+def test_a_kind_is_priced_by_how_much_slower_it_is() -> None:
+    cost = fit_cost(PUBLISHED, STEPS, TRANSFERS)
+    prefills = {name: 3 * getattr(cost, name) for name in cost.__slots__ if name.startswith(("prefill", "cached"))}
+    steps = {name: 0.5 * getattr(cost, name) for name in cost.__slots__ if name.startswith("step")}
+    factors = kind_factors(replace(cost, **prefills, **steps), cost)
+    assert factors.prefill == pytest.approx(3.0)
+    assert factors.step == pytest.approx(0.5)
+
+
+def test_corrected_copies_leave_the_rest_as_it_is() -> None:
+    cost = fit_cost(PUBLISHED, STEPS, TRANSFERS)
+    corrected = CopyCorrected(cost, 2.5)
+    assert corrected.transfer_s(10**8) == pytest.approx(2.5 * cost.transfer_s(10**8))
+    assert corrected.prefill_s(1000, 500) == cost.prefill_s(1000, 500)
+    assert corrected.decode_step_s(4, 4000) == cost.decode_step_s(4, 4000)

@@ -16,7 +16,6 @@ from mooncake_proto.serving import DecodeGate, GateKind
 GATE = DecodeGate(
     kind=GateKind.CHECK,
     tbt_s=0.1,
-    ttft_s=30.0,
     step_base_s=0.0,
     step_sequence_s=0.0,
     step_token_s=0.001,  # 100 tokens of KV take all of the objective, 97 the planned share of it
@@ -119,7 +118,7 @@ def test_a_gate_tells_the_corrected_step_time_of_its_instance(kind: AdmissionKin
     gate = gate_for(INSTANCE, CLUSTER, COST, objectives, Admission(kind=kind), block_tokens=16)
     assert gate is not None
     assert gate.kind is (GateKind.HOLD if kind is AdmissionKind.HOLD else GateKind.CHECK)
-    assert (gate.tbt_s, gate.ttft_s, gate.room_tokens, gate.decode_s) == (0.1, 5.0, 1600, 7.0)
+    assert (gate.tbt_s, gate.room_tokens, gate.decode_s) == (0.1, 1600, 7.0)
     assert LinearStep.of(gate).decode_step_s(3, 1000) == pytest.approx(2 * COST.decode_step_s(3, 1000))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from mooncake_mesh.errors import Aborted, InvalidTransition
 from mooncake_mesh.kv.block_hash import token_bytes
+from mooncake_mesh.policy.queue_order import QueueRules
 from mooncake_mesh.prefill.core import (
     _MOVES,
     Chunk,
@@ -18,7 +19,7 @@ from mooncake_mesh.prefill.core import (
     QueueFull,
 )
 from mooncake_proto.ids import Incarnation, JobId, TransferId
-from mooncake_proto.serving import PrefillJob, Sampling, Stopping
+from mooncake_proto.serving import PrefillJob, QueueTurn, Sampling, Stopping
 
 BLOCK_TOKENS = 4
 WAY = (JobStage.ACQUIRING, JobStage.READY, JobStage.COMPUTING, JobStage.SENDING, JobStage.DONE)
@@ -236,3 +237,85 @@ def test_layers_of_a_fast_chunk_need_one_turn() -> None:
     assert progress.take() == range(3)
     assert progress.wrote(3)
     assert progress.take() == range(3, 4)
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def queued(c: PrefillCore, name: str, service_s: float, now_s: float, **turn: object) -> QueuedJob:
+    ticket = QueueTurn(service_s=service_s, **turn)  # type: ignore[arg-type]
+    entry = c.submit(replace(job(name), turn=ticket), now_s)
+    assert isinstance(entry, QueuedJob)
+    return entry
+
+
+def ordered() -> PrefillCore:
+    return PrefillCore(chunk_tokens=8, block_tokens=BLOCK_TOKENS, max_queued_jobs=99, rules=QueueRules())
+
+
+def taken(c: PrefillCore) -> list[str]:
+    names = []
+    while (entry := c.next_job()) is not None:
+        names.append(str(entry.job.job_id))
+    return names
+
+
+def test_a_short_prompt_goes_first_where_nobody_loses_its_objective() -> None:
+    c = ordered()
+    queued(c, "roomy", 4.0, 0.0, first_token_within_s=30.0)
+    queued(c, "short", 1.0, 1.0, first_token_within_s=30.0)
+    assert taken(c) == ["short", "roomy"]
+    c = ordered()
+    queued(c, "tight", 4.0, 0.0, first_token_within_s=5.0)
+    queued(c, "short", 1.0, 1.0, first_token_within_s=30.0)
+    assert taken(c) == ["tight", "short"]
+
+
+def test_the_time_on_the_way_here_counts() -> None:
+    c = ordered()
+    queued(c, "waited", 1.0, 10.0, waited_s=8.0, first_token_within_s=22.0)
+    queued(c, "fresh", 1.0, 10.0, waited_s=0.0, first_token_within_s=30.0)
+    queued(c, "older", 1.0, 10.0, waited_s=9.0, first_token_within_s=21.0)
+    assert taken(c) == ["older", "waited", "fresh"]
+
+
+def test_priorities_and_shares_decide_and_without_rules_only_the_arrival() -> None:
+    for rules, order in (
+        (QueueRules(), ["urgent", "b0", "a0", "a1", "a2"]),
+        (None, ["a0", "a1", "a2", "b0", "urgent"]),
+    ):
+        c = PrefillCore(chunk_tokens=8, block_tokens=BLOCK_TOKENS, max_queued_jobs=99, rules=rules)
+        for i in range(3):
+            queued(c, f"a{i}", 5.0, 0.0, fairness_id="a")
+        queued(c, "b0", 4.0, 0.0, fairness_id="b")
+        queued(c, "urgent", 50.0, 0.0, priority=-1)
+        assert taken(c) == order
+
+
+def test_loads_are_told_in_the_order_they_are_computed_in() -> None:
+    c = ordered()
+    first = queued(c, "first", 4.0, 0.0)
+    assert c.next_job() is first
+    for name, prompt, service_s in (("long", 20, 8.0), ("short", 6, 1.0)):
+        c.submit(replace(job(name, prompt), turn=QueueTurn(service_s=service_s)), 0.0)
+    assert [uncached for uncached, _ in c.queued_prompts()] == [10, 6, 20]
+    assert c.queued_priorities() == ()
+    queued(c, "urgent", 1.0, 0.0, priority=-2)
+    assert c.queued_priorities() == (-101, -2, 0, 0)
+    c.move(first, JobStage.READY)
+    c.move(first, JobStage.COMPUTING)
+    first.started_s = 3.0
+    assert c.elapsed_s(5.0) == 2.0
+
+
+def test_who_waits_in_vain_is_named_until_it_is_stopped() -> None:
+    c = ordered()
+    queued(c, "begun", 4.0, 0.0, first_token_within_s=1.0)
+    c.next_job()
+    vain = queued(c, "vain", 4.0, 0.0, first_token_within_s=10.0)
+    queued(c, "patient", 4.0, 0.0)
+    assert c.late_jobs(6.0) == []
+    assert c.late_jobs(6.1) == [vain]
+    vain.stop = Aborted("told")
+    assert c.late_jobs(6.1) == []
+    assert core().late_jobs(1e9) == [], "first come, first served, however late"

@@ -63,12 +63,6 @@ def test_the_greatest_value_is_found_to_three_percent(limit: float, step: float)
     assert len(asked) == len(set(asked)), "runs are expensive"
 
 
-def test_a_capacity_is_looked_for_at_every_seed() -> None:
-    b = bench(requests=12)
-    found = b.capacity("tool-agent", mesh(1, 1), near=1000.0)
-    assert len(found.values) == 2
-
-
 def test_a_cached_run_says_what_the_run_said(tmp_path: Path) -> None:
     b = replace(bench(requests=60), cache=RunCache(folder=tmp_path))
     work = b.workload("tool-agent", speed=4.0, seed=1)
@@ -85,7 +79,7 @@ def test_a_cached_run_says_what_the_run_said(tmp_path: Path) -> None:
 
 def test_a_hopeless_run_ends_early(tmp_path: Path) -> None:
     b = bench()
-    slow = b.workload("tool-agent", speed=40.0, seed=1)
+    slow = b.workload("tool-agent", speed=20.0, seed=1)
     whole = b.run(slow, mesh(1, 1))
     cut = b.run(slow, mesh(1, 1), GiveUp(ttft_s=30.0, tbt_s=0.1))
     assert cut.events < whole.events

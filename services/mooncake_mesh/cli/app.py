@@ -13,20 +13,20 @@ from mooncake_mesh.cli.loading import load
 from mooncake_mesh.cli.settings import add_flags, dump
 from mooncake_mesh.config import (
     SECTIONS,
-    ChatConfig,
     DoctorConfig,
     LogFormat,
     LogLevel,
     RoleConfig,
-    StatusConfig,
     UpConfig,
 )
+from mooncake_mesh.config_commands import ChatConfig, ProfileConfig, StatusConfig
 from mooncake_mesh.errors import ConfigError
 
 _SUMMARIES: Final = {
     "up": "run a whole mesh on this machine",
     "chat": "talk to a mesh in the terminal",
     "status": "show the instances of a mesh, their queues and pools",
+    "profile": "measure the instances of an idle mesh and write their cost profile",
     "doctor": "tell what this machine offers a messenger, and what is missing",
     "gateway": "run a gateway: OpenAI HTTP endpoint and door for SDK clients",
     "conductor": "run the conductor: the mesh's scheduler",
@@ -99,6 +99,11 @@ def _start(name: str, config: RoleConfig, arguments: argparse.Namespace) -> int:
             from mooncake_mesh.cli import doctor
 
             return doctor.run(config)
+        case ProfileConfig():
+            from mooncake_mesh.cli import profile
+
+            _log_errors_only(name)
+            return profile.run(config)
         case ChatConfig():
             from mooncake_mesh.cli import chat
 

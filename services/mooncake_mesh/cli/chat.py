@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mooncake_mesh.config import ChatConfig
+from mooncake_mesh.config_commands import ChatConfig
 from mooncake_mesh.errors import MooncakeError
 
 if TYPE_CHECKING:

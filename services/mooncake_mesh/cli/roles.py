@@ -7,6 +7,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Iterator
+from typing import Final
 
 import structlog
 
@@ -19,6 +20,9 @@ ServiceConfig = ConductorConfig | DecodeConfig | GatewayConfig | MessengerConfig
 
 log = structlog.get_logger(__name__)
 
+_IN_CLEAR: Final = ("host=", "data_host=")
+"""Addresses whose keys prove who speaks and hide nothing: HTTP and the data of transports."""
+
 
 def run(role: str, config: ServiceConfig) -> int:
     """Run the service of *role* until SIGTERM or SIGINT."""
@@ -27,18 +31,32 @@ def run(role: str, config: ServiceConfig) -> int:
 
     try:
         keys = None if config.keys is None else key_folder.load_server(config.keys)
-        if keys is None and (addresses := exposed(config)):
-            log.warning(
-                "insecure_bind",
-                addresses=addresses,
-                danger="anybody who reaches these can read prompts and answers, use the mesh and change its KVCache",
-                remedy="mooncake keys init, and --keys",
-            )
+        _warn(config)
         service = importlib.import_module(f"mooncake_mesh.{role}.service")
         gc.freeze()  # modules live as long as the process: no collection, and not its end, has to look through them
         return runtime.main(lambda lifecycle: service.run(config, lifecycle), keys)
     except Exception as error:  # noqa: BLE001  the process' border: every failure becomes a line and an exit code
         return _failed(role, error)
+
+
+def _warn(config: ServiceConfig) -> None:
+    """Say what is open to others, or in clear, although other machines reach it."""
+    addresses = exposed(config)
+    in_clear = [address for address in addresses if address.startswith(_IN_CLEAR)]
+    if addresses and config.keys is None:
+        log.warning(
+            "insecure_bind",
+            addresses=addresses,
+            danger="anybody who reaches these can read prompts and answers, use the mesh and change its KVCache",
+            remedy="mooncake keys init, and --keys",
+        )
+    elif in_clear:
+        log.warning(
+            "not_encrypted",
+            addresses=in_clear,
+            danger="who can read this network can read what goes over these",
+            remedy="a TLS proxy before HTTP; a private network, WireGuard or IPsec between messengers",
+        )
 
 
 def _failed(role: str, error: Exception) -> int:

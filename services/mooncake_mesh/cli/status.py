@@ -8,16 +8,26 @@ import dataclasses
 import enum
 import json
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
-from mooncake_mesh.config import StatusConfig
+from mooncake_mesh.config_commands import StatusConfig
 from mooncake_mesh.errors import MooncakeError
 from mooncake_mesh.mesh import key_folder
 from mooncake_mesh.mesh.rpc import RpcClient
-from mooncake_proto.control import Health, Load, MemberState, Role, StatusQuery, StatusReport
+from mooncake_proto.control import (
+    ClassReport,
+    Health,
+    Latency,
+    Load,
+    MemberState,
+    Role,
+    StatusQuery,
+    StatusReport,
+)
 
 HEALTHY: Final = 0
 NOT_HEALTHY: Final = 1
@@ -62,7 +72,7 @@ def as_json(report: StatusReport) -> str:
 
 
 def show(report: StatusReport, console: Console) -> None:
-    """A table of the members and a line with the verdict."""
+    """A table of the members, one of the classes of requests, and a line with the verdict."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("role", "instance", "node", "health"):
         table.add_column(name, no_wrap=True)
@@ -77,11 +87,42 @@ def show(report: StatusReport, console: Console) -> None:
         if any(state.load.tenants):  # without names there is but one tenant, who has all that is in use
             used = ", ".join(f"{tenant or '(none)'} {blocks}" for tenant, blocks in state.load.tenants.items())
             console.print(f"blocks of tenants on {state.member.node_id}: {used}", highlight=False)
+    if report.classes:
+        console.print(_classes(report.classes))
     facts = f"up {report.uptime_s:.0f} s, {report.placed_total} placed, {report.rejected_total} rejected"
     if report.healthy:
         console.print(f"[green]healthy[/green]: {facts}", highlight=False)
     else:
         console.print(f"[red]not healthy[/red]: {'; '.join(report.reasons)} ({facts})", highlight=False)
+
+
+def _classes(classes: Sequence[ClassReport]) -> Table:
+    """Quantiles stand beside their objective: met, or not."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("class", no_wrap=True)
+    for name in ("ended", "refused", "failed", "good", "good/s", "TTFT p50", "p90", "TBT p50", "p90", "wasted tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in classes:
+        ended = one.requests - one.cancelled
+        share = f"{one.good} ({one.good / ended:.0%})" if ended else "-"
+        table.add_row(
+            one.name,
+            str(ended),
+            str(one.refused),
+            str(one.failed),
+            share,
+            f"{one.good_per_s:.2f}",
+            *_times(one.ttft),
+            *_times(one.tbt),
+            str(one.wasted_tokens),
+        )
+    return table
+
+
+def _times(latency: Latency) -> tuple[str, str]:
+    limit_s = latency.objective_s
+    mark = "" if limit_s is None or latency.p90_s <= limit_s else f" > {limit_s:g}"
+    return f"{latency.p50_s:.3f} s", f"{latency.p90_s:.3f} s{mark}"
 
 
 def _sort_key(state: MemberState) -> tuple[int, str]:

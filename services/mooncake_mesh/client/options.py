@@ -30,6 +30,8 @@ class Options(TypedDict, total=False):
     return_token_ids: bool
     add_special_tokens: bool
     user: str
+    priority: int
+    service_tier: str | None
 
 
 class ChatOptions(Options, total=False):

@@ -4,7 +4,9 @@ All of it is soft state. A restarted conductor learns the members from their reg
 messengers' snapshots; requests that run never notice.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from mooncake_mesh.conductor.orders import Orders
@@ -15,17 +17,20 @@ from mooncake_mesh.kv.event_stream import FeedRefused, NodeFeed
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh.peers import HealthChanged, PeerEvent, PeerTable
 from mooncake_mesh.policy.admission import elsewhere
-from mooncake_mesh.policy.cost_model import CostModel
+from mooncake_mesh.policy.cost_model import CostModel, KindFactors
 from mooncake_mesh.policy.decisions import Placed, Refused
 from mooncake_mesh.policy.decode_gate import gate_for
 from mooncake_mesh.policy.draws import draw
 from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling, place
+from mooncake_mesh.policy.queue_order import seen_by
 from mooncake_mesh.policy.replication import Replica
+from mooncake_mesh.policy.request_class import is_batch
+from mooncake_mesh.policy.slo import ServiceLevels, SloMonitor, Unloaded
 from mooncake_mesh.policy.views import ClusterView, Objectives, RequestShape
 from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, ModelCard, Role, StatusReport
 from mooncake_proto.ids import BLOCK_KEY_BYTES, Incarnation, InstanceId, NodeId
 from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
-from mooncake_proto.serving import DecodeGate, Placement, Rejected, Schedule, WorkerRef
+from mooncake_proto.serving import DecodeGate, Outcome, Outcomes, Placement, Rejected, Schedule, WorkerRef
 from mooncake_proto.transfer import ReadAhead, Replicate
 
 _LEAST_KEEP_S: Final = 5.0
@@ -45,7 +50,8 @@ class ConductorCore:
     """Mutated only by its methods; times come in as arguments, seconds of one monotonic clock.
 
     ``orders`` is what messengers must be told of placements. *seed* is where the chance of the ``random`` policy comes
-    from: equal seeds and events give equal decisions.
+    from: equal seeds and events give equal decisions. *levels* is what ended requests are held against, *objectives*
+    where None; *kinds* how much slower than *cost* the kinds of instances are.
     """
 
     def __init__(
@@ -59,21 +65,25 @@ class ConductorCore:
         started_s: float,
         scheduling: Scheduling = DEFAULT_SCHEDULING,
         seed: int = 0,
+        levels: ServiceLevels | None = None,
+        kinds: Mapping[str, KindFactors] = MappingProxyType({}),
     ) -> None:
         self._incarnation = incarnation
         self._peers = peers
         self._index = index
-        self._cost = cost
         self._objectives = objectives
         self._started_s = started_s
         self._scheduling = scheduling
         self._seed = seed
         self._feeds: dict[NodeId, NodeFeed] = {}
-        self._roster = Roster(peers=peers, cost=cost, objectives=objectives)
+        self._roster = Roster(peers=peers, cost=cost, objectives=objectives, kinds=kinds)
         self._cards: dict[str, ModelCard] | None = None
         share = scheduling.replication_share
         self._replicator = Replicator(cost, share) if share > 0 else None
         self.orders = Orders()
+        self._slo = SloMonitor(
+            levels or ServiceLevels(ttft_s=objectives.ttft_s, tbt_s=objectives.tbt_s), started_s=started_s
+        )
         self.placed_total = 0
         self.rejected_total = 0
 
@@ -174,6 +184,7 @@ class ConductorCore:
             prefix_blocks=prefix_blocks,
             ssd_starts=self._index.ssd_starts(keys, prefix_blocks),
             draw=draw(self._seed, self.placed_total + self.rejected_total),
+            priority=request.priority,
         )
         view = self._roster.cluster(request.model, request.avoid, now_s)
         placed = self._placed(request, shape, view)
@@ -182,27 +193,28 @@ class ConductorCore:
                 request, placed.reason, unavailable=placed.unavailable, retry_after_s=placed.retry_after_s
             )
         self.placed_total += 1
-        self._roster.placed(_work(shape, placed), now_s)
+        prefill_s = self._roster.placed(_work(shape, placed), now_s)
         self._announce(request, placed)
         copy = self._replicator.placed(shape, request.keys, placed, view) if self._replicator is not None else None
         if copy is not None:
             self._replicate(copy, request, shape, now_s)
-        return self._placement(request, placed, self._gate(placed, view, card))
+        return self._placement(request, placed, self._gate(placed, view, card), prefill_s)
 
     def _placed(self, request: Schedule, shape: RequestShape, view: ClusterView) -> Placed | Refused:
-        cost, objectives = self._cost, self._objectives
+        cost, objectives = self._roster.cost, self._objectives
         if request.refused_by:
             decode_s = self._scheduling.admission.decode_time_s(view)
             others = elsewhere(shape, view, request.refused_by, cost, objectives, decode_s)
             if isinstance(others, Refused):
                 return others
             view = others
+        view = seen_by(request.priority, view)
         return place(shape, view, cost, objectives, self._scheduling)
 
     def _gate(self, placed: Placed, view: ClusterView, card: ModelCard) -> DecodeGate | None:
         instance = next(instance for instance in view.decode if instance.instance_id == placed.decode)
         admission = self._scheduling.admission
-        return gate_for(instance, view, self._cost, self._objectives, admission, block_tokens=card.block_tokens)
+        return gate_for(instance, view, self._roster.cost, self._objectives, admission, block_tokens=card.block_tokens)
 
     def _replicate(self, copy: Replica, request: Schedule, shape: RequestShape, now_s: float) -> None:
         source, target = self._messenger(copy.source), self._messenger(copy.target)
@@ -223,7 +235,7 @@ class ConductorCore:
             )
             self.orders.add(self._messenger(placed.read_node), ahead)
 
-    def _placement(self, request: Schedule, placed: Placed, gate: DecodeGate | None) -> Placement:
+    def _placement(self, request: Schedule, placed: Placed, gate: DecodeGate | None, prefill_s: float) -> Placement:
         fetch_from = "" if placed.fetch_node is None else self._messenger(placed.fetch_node)
         return Placement(
             job_id=request.job_id,
@@ -236,6 +248,8 @@ class ConductorCore:
             tbt_est_s=placed.tbt_est_s,
             gate=gate,
             read_limit_blocks=placed.read_limit_blocks,
+            prefill_est_s=prefill_s,
+            ttft_slo_s=None if is_batch(request.priority) else self._objectives.ttft_s,
         )
 
     def _rejected(self, request: Schedule, reason: str, *, unavailable: bool, retry_after_s: float) -> Rejected:
@@ -267,6 +281,24 @@ class ConductorCore:
                 if card is not None and lease.health is not Health.DEAD:
                     self._cards.setdefault(card.name, card)
         return self._cards.get(model)
+
+    # --- how requests ended -------------------------------------------------------------------------------------------
+
+    def outcomes(self, batch: Outcomes, now_s: float) -> None:
+        """Requests that a gateway saw end."""
+        for outcome in batch.outcomes:
+            self._slo.ended(outcome, self._unloaded(outcome), now_s)
+
+    def _unloaded(self, outcome: Outcome) -> Unloaded:
+        """As the cost model has it, corrected for the instances it ran on."""
+        cached = min(outcome.cached_tokens, outcome.prompt_tokens)
+        prefill_s = self._roster.cost.prefill_s(outcome.prompt_tokens - cached, cached)
+        context = outcome.prompt_tokens + outcome.generated_tokens // 2
+        step_s = self._roster.cost.decode_step_s(1, context)
+        return Unloaded(
+            ttft_s=self._roster.factor(InstanceId(outcome.prefill)) * prefill_s,
+            tbt_s=self._roster.factor(InstanceId(outcome.decode)) * step_s,
+        )
 
     # --- telling ------------------------------------------------------------------------------------------------------
 
@@ -301,6 +333,7 @@ class ConductorCore:
             rejected_total=self.rejected_total,
             uptime_s=now_s - self._started_s,
             estimates=self._roster.estimates(),
+            classes=self._slo.report(now_s),
         )
 
     def _missing(self) -> tuple[str, ...]:
@@ -335,6 +368,7 @@ def _work(shape: RequestShape, placed: Placed) -> PlacedWork:
         decode=placed.decode,
         decode_blocks=shape.blocks_for(shape.prompt_tokens),  # what the messenger will report; growth comes later
         ttft_s=placed.ttft_est_s,
+        priority=shape.priority,
         copy_from=placed.fetch_node,
         copy_bytes=copied_blocks * shape.block_bytes,
         read_from=placed.read_node,

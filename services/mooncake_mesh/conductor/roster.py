@@ -6,15 +6,15 @@ time), KV that will be decoded (tokens, and blocks of the decode node), and copi
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from mooncake_mesh.conductor.snapshots import NodeRoom, Pending, PromptTimes, decode_view, node_room, prefill_view
 from mooncake_mesh.mesh.peers import Lease, PeerTable
 from mooncake_mesh.policy.admission import TBT_SHARE
 from mooncake_mesh.policy.correction import Correction
-from mooncake_mesh.policy.cost_model import CostModel
+from mooncake_mesh.policy.cost_model import CopyCorrected, CostModel, KindFactors
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives
 from mooncake_proto.control import EstimateQuality, Health, Member, Role
 from mooncake_proto.ids import InstanceId, NodeId
@@ -26,8 +26,10 @@ _TTFT_WEIGHT: Final = 0.05
 
 WORKERS: Final = (Role.PREFILL, Role.DECODE)
 
-Sample = tuple[int, int, float]
-"""As in a load: (uncached, cached tokens, seconds) of a prefill, or (sequences, tokens of KV, seconds) of a step."""
+COPIES: Final = InstanceId("copies")
+"""Under which name the estimates of copies between nodes are told."""
+
+_S = TypeVar("_S")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ class PlacedWork:
     decode: InstanceId
     decode_blocks: int
     ttft_s: float
+    priority: int = 0
     copy_from: NodeId | None = None
     copy_bytes: int = 0
     read_from: NodeId | None = None
@@ -59,12 +62,19 @@ class _Pool:
 
 
 class Roster:
-    """Mutated only by its methods. Reads *peers*, which its owner keeps; tells of every change of it by a method."""
+    """Mutated only by its methods. Reads *peers*, which its owner keeps; tells of every change of it by a method.
 
-    def __init__(self, *, peers: PeerTable, cost: CostModel, objectives: Objectives) -> None:
+    ``cost`` is the cost model as it is known by now: copies corrected, instances by a factor of their own.
+    """
+
+    def __init__(
+        self, *, peers: PeerTable, cost: CostModel, objectives: Objectives, kinds: Mapping[str, KindFactors]
+    ) -> None:
         self._peers = peers
-        self._cost = cost
+        self._modelled = self.cost = cost
         self._times = PromptTimes(cost)
+        self._kinds = kinds
+        self._copies = Correction()
         self._step_limit_s = None if objectives.tbt_s is None else objectives.tbt_s * TBT_SHARE
         self._messengers: dict[NodeId, InstanceId] = {}
         self._pending: defaultdict[InstanceId, deque[Pending]] = defaultdict(deque)
@@ -114,20 +124,22 @@ class Roster:
             self._stale.update(self._workers_of(member.node_id))
             rate = lease.load.ssd_bytes_per_s
             if rate > 0 and rate != self._disk_rates.get(member.node_id):
-                self._disk_rates = {
-                    **self._disk_rates,
-                    member.node_id: rate,
-                }  # views that were handed out stay as they are
+                # Views that were handed out stay as they are.
+                self._disk_rates = {**self._disk_rates, member.node_id: rate}
+            self._learn_copies(lease)
         elif member.role in WORKERS:
             self._learn(lease)
             self._stale.add(member.instance_id)
 
-    def placed(self, work: PlacedWork, now_s: float) -> None:
+    def placed(self, work: PlacedWork, now_s: float) -> float:
+        """Count *work* from now on; how long its prompt is expected to be computed."""
         decode = self._peers.get(work.decode)
         assert decode is not None, "placed on an instance of a view"
         tokens = work.uncached_tokens + work.cached_tokens
-        prefill_s = self._factor(work.prefill) * self._cost.prefill_s(work.uncached_tokens, work.cached_tokens)
-        self._pending[work.prefill].append(Pending(placed_s=now_s, tokens=tokens, prefill_s=prefill_s))
+        prefill_s = self.factor(work.prefill) * self.cost.prefill_s(work.uncached_tokens, work.cached_tokens)
+        self._pending[work.prefill].append(
+            Pending(placed_s=now_s, tokens=tokens, prefill_s=prefill_s, priority=work.priority)
+        )
         self._pending[work.decode].append(Pending(placed_s=now_s, tokens=tokens))
         messenger = self._messengers[decode.member.node_id]
         self._pending[messenger].append(Pending(placed_s=now_s, blocks=work.decode_blocks))
@@ -138,14 +150,15 @@ class Roster:
             self.copying(work.copy_from, work.copy_bytes, now_s)
         if work.read_from is not None:
             rate = self._disk_rates.get(work.read_from)
-            read_s = work.read_bytes / rate if rate else self._cost.ssd_read_s(work.read_bytes)
+            read_s = work.read_bytes / rate if rate else self.cost.ssd_read_s(work.read_bytes)
             free_s = max(now_s, self._disks_free_s.get(work.read_from, now_s))
             self._disks_free_s[work.read_from] = free_s + read_s
+        return prefill_s
 
     def copying(self, source: NodeId, n_bytes: int, now_s: float) -> None:
         """*n_bytes* will leave *source*: its link is taken that long."""
         free_s = max(now_s, self._links_free_s.get(source, now_s))
-        self._links_free_s[source] = free_s + self._cost.transfer_s(n_bytes)
+        self._links_free_s[source] = free_s + self.cost.transfer_s(n_bytes)
 
     # --- what is asked ------------------------------------------------------------------------------------------------
 
@@ -181,10 +194,18 @@ class Roster:
         lease = None if instance_id is None else self._peers.get(instance_id)
         return lease if lease is not None and lease.member.node_id == node_id else None
 
+    def factor(self, instance_id: InstanceId) -> float:
+        """By how much an instance is slower than the cost model says; 1 for an unknown one."""
+        known = self._corrections.get(instance_id)
+        return self._first_guess(instance_id) if known is None else known.factor
+
     def estimates(self) -> tuple[EstimateQuality, ...]:
+        known = sorted(self._corrections.items())
+        if self._copies.samples:
+            known.append((COPIES, self._copies))
         return tuple(
-            EstimateQuality(instance_id=name, factor=known.factor, error=known.error, samples=known.samples)
-            for name, known in sorted(self._corrections.items())
+            EstimateQuality(instance_id=name, factor=one.factor, error=one.error, samples=one.samples)
+            for name, one in known
         )
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -231,34 +252,46 @@ class Roster:
         room = NodeRoom(blocks_total=0, blocks_available=0)
         if node is not None:
             room = node_room(node.load, self._pending[node.member.instance_id])
-        pending, factor = self._pending[member.instance_id], self._factor(member.instance_id)
+        pending, factor = self._pending[member.instance_id], self.factor(member.instance_id)
         if member.role is Role.PREFILL:
             return prefill_view(lease, room, pending, self._times, factor)
-        return decode_view(lease, room, pending, self._cost, factor, self._step_limit_s)
-
-    def _factor(self, instance_id: InstanceId) -> float:
-        known = self._corrections.get(instance_id)
-        return 1.0 if known is None else known.factor
+        return decode_view(lease, room, pending, self.cost, factor, self._step_limit_s)
 
     def _learn(self, lease: Lease) -> None:
         """Compare what a beat reports with what the model says of it."""
         instance_id, load = lease.member.instance_id, lease.load
         if lease.member.role is Role.PREFILL:
             for uncached, cached, elapsed_s in self._fresh(instance_id, load.prefills, load.recent_prefills):
-                self._observed(instance_id, self._cost.prefill_s(uncached, cached), elapsed_s)
+                self._observed(instance_id, self.cost.prefill_s(uncached, cached), elapsed_s)
             return
         for sequences, tokens, elapsed_s in self._fresh(instance_id, load.steps, load.recent_steps):
-            self._observed(instance_id, self._cost.decode_step_s(sequences, tokens), elapsed_s)
+            self._observed(instance_id, self.cost.decode_step_s(sequences, tokens), elapsed_s)
         self._decode_spans_s[instance_id] = load.decoded_tokens * load.step_s
 
-    def _fresh(self, instance_id: InstanceId, count: int, recent: Sequence[Sample]) -> Sequence[Sample]:
+    def _learn_copies(self, lease: Lease) -> None:
+        """One correction for all nodes: a copy takes what its link takes, whoever has it."""
+        load, before = lease.load, self._copies
+        for n_bytes, elapsed_s in self._fresh(lease.member.instance_id, load.copies, load.recent_copies):
+            self._copies = self._copies.observed(self._modelled.transfer_s(n_bytes), elapsed_s)
+        if self._copies is not before:
+            self.cost = CopyCorrected(self._modelled, self._copies.factor)
+
+    def _first_guess(self, instance_id: InstanceId) -> float:
+        """What its kind's profile says of an instance that nothing is known of."""
+        lease = self._peers.get(instance_id)
+        kind = None if lease is None else self._kinds.get(lease.member.kind)
+        if lease is None or kind is None:
+            return 1.0
+        return kind.prefill if lease.member.role is Role.PREFILL else kind.step
+
+    def _fresh(self, instance_id: InstanceId, count: int, recent: Sequence[_S]) -> Sequence[_S]:
         """Those of the *recent* ones of *count* in all that were not reported before."""
         fresh = count - self._seen.get(instance_id, 0)
         self._seen[instance_id] = count
         return recent[-fresh:] if fresh > 0 else ()
 
     def _observed(self, instance_id: InstanceId, modelled_s: float, observed_s: float) -> None:
-        known = self._corrections.get(instance_id, Correction())
+        known = self._corrections.get(instance_id, Correction(factor=self._first_guess(instance_id)))
         self._corrections[instance_id] = known.observed(modelled_s, observed_s)
 
     def _workers_of(self, node_id: NodeId) -> list[InstanceId]:

@@ -3,7 +3,7 @@
 ====== ============== ======================================================================
 socket who connects   what flows
 ====== ============== ======================================================================
-ROUTER everybody      Register, Heartbeat, Goodbye; Schedule; KvEvents, KvSnapshot; StatusQuery
+ROUTER everybody      Register, Heartbeat, Goodbye; Schedule, Outcomes; KvEvents, KvSnapshot; StatusQuery
 PUB    everybody      ClusterState, on every change and once a second
 ====== ============== ======================================================================
 """
@@ -27,9 +27,10 @@ from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.policy.admission import Admission
-from mooncake_mesh.policy.cost_model import CostModel, LinearCost
-from mooncake_mesh.policy.cost_profile import load_profile
+from mooncake_mesh.policy.cost_model import CostModel, KindFactors, LinearCost, kind_factors
+from mooncake_mesh.policy.cost_profile import DEFAULT_KIND, load_kinds
 from mooncake_mesh.policy.placement import Scheduling
+from mooncake_mesh.policy.slo import ServiceLevels
 from mooncake_mesh.policy.views import Objectives
 from mooncake_proto import codec
 from mooncake_proto.control import (
@@ -46,7 +47,7 @@ from mooncake_proto.control import (
 )
 from mooncake_proto.ids import InstanceId, new_incarnation
 from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
-from mooncake_proto.serving import Placement, Rejected, Schedule
+from mooncake_proto.serving import Outcomes, Placement, Rejected, Schedule
 
 log = structlog.get_logger(__name__)
 
@@ -75,15 +76,23 @@ class ConductorService:
         self._config = config
         self._tasks = tasks
         self._incarnation = new_incarnation()
+        cost, kinds = _cost_models(config.cost_profile)
         self._core = ConductorCore(
             incarnation=self._incarnation,
             peers=PeerTable(suspect_after_s=config.suspect_after_s, dead_after_s=config.dead_after_s),
             index=PrefixIndex(max_entries=config.index_max_blocks),
-            cost=_cost_model(config.cost_profile),
+            cost=cost,
+            kinds=kinds,
             objectives=Objectives(ttft_s=config.ttft_slo_s, tbt_s=config.tbt_slo_s),
             started_s=monotonic(),
             scheduling=_scheduling(config),
             seed=config.seed,
+            levels=ServiceLevels(
+                ttft_s=config.ttft_slo_s,
+                tbt_s=config.tbt_slo_s,
+                ttft_factor=config.ttft_slo_factor,
+                tbt_factor=config.tbt_slo_factor,
+            ),
         )
         self._publisher = sockets.Publisher(config.publish)
         self._messengers = Phonebook()
@@ -96,6 +105,7 @@ class ConductorService:
             Schedule: self._schedule,
             KvEvents: self._kv_events,
             KvSnapshot: self._kv_snapshot,
+            Outcomes: self._outcomes,
             StatusQuery: self._status,
         }
         self._server = RpcServer(config.bind, handlers, tasks)
@@ -187,6 +197,9 @@ class ConductorService:
                 self._tell(order)
         return result
 
+    def _outcomes(self, batch: Outcomes, _: Caller) -> None:
+        self._core.outcomes(batch, monotonic())
+
     def _tell(self, order: Order) -> None:
         """In the background; what is too much for that is not said, as the mesh works without."""
         if len(self._telling) >= _MAX_TELLING:
@@ -219,14 +232,19 @@ def _scheduling(config: ConductorConfig) -> Scheduling:
     )
 
 
-def _cost_model(profile: Path | None) -> CostModel:
-    """Raises ConfigError for a profile that cannot be used."""
+def _cost_models(profile: Path | None) -> tuple[CostModel, dict[str, KindFactors]]:
+    """The model that all are priced by, that of the default kind or else the first, and how the kinds compare with it.
+
+    Raises ConfigError for a profile that cannot be used.
+    """
     if profile is None:
-        return DEFAULT_COST
+        return DEFAULT_COST, {}
     try:
-        return load_profile(profile.read_text())
+        costs = load_kinds(profile.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{profile}: {error}", path="conductor.cost_profile") from error
+    base = costs.get(DEFAULT_KIND) or costs[min(costs)]
+    return base, {kind: kind_factors(cost, base) for kind, cost in costs.items()}
 
 
 def _applied(ack: KvEventsAck | FeedRefused | None) -> KvEventsAck:

@@ -7,6 +7,7 @@ from typing import Final
 from mooncake_mesh.mesh.peers import Lease
 from mooncake_mesh.policy.cost_model import CostModel
 from mooncake_mesh.policy.forecast import kv_limit_tokens
+from mooncake_mesh.policy.request_class import BEGUN
 from mooncake_mesh.policy.views import InstanceView, QueuedPrompt
 from mooncake_proto.control import Load
 
@@ -23,6 +24,7 @@ class Pending:
     placed_s: float
     tokens: int = 0
     prefill_s: float = 0.0
+    priority: int = 0
     blocks: int = 0
 
 
@@ -51,17 +53,17 @@ class PromptTimes:
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-        self._known: dict[tuple[int, int, float], QueuedPrompt] = {}
+        self._known: dict[tuple[int, int, float, int], QueuedPrompt] = {}
 
-    def queued(self, uncached: int, cached: int, factor: float) -> QueuedPrompt:
+    def queued(self, uncached: int, cached: int, factor: float, priority: int = 0) -> QueuedPrompt:
         """A prompt at an instance that is *factor* times as slow as the model says."""
-        key = (uncached, cached, factor)
+        key = (uncached, cached, factor, priority)
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MOST_PROMPTS:
                 self._known.clear()
             prefill_s = factor * self._cost.prefill_s(uncached, cached)
-            known = self._known[key] = QueuedPrompt(tokens=uncached + cached, prefill_s=prefill_s)
+            known = self._known[key] = QueuedPrompt(tokens=uncached + cached, prefill_s=prefill_s, priority=priority)
         return known
 
 
@@ -71,14 +73,18 @@ def prefill_view(
     """The first queued prompt has been computed for a while when it is reported; the others follow without a gap."""
     load = lease.load
     prompts = load.queued_prompts or (((load.queued_tokens, 0),) if load.queued_tokens else ())
-    queue = [times.queued(uncached, cached, factor) for uncached, cached in prompts]
+    priorities = load.queued_priorities if len(load.queued_priorities) == len(prompts) else (0,) * len(prompts)
+    queue = [
+        times.queued(uncached, cached, factor, priority)
+        for (uncached, cached), priority in zip(prompts, priorities, strict=True)
+    ]
     busy_until_s = lease.renewed_s
     if queue:
         busy_until_s += max(0.0, queue[0].prefill_s - load.prefill_elapsed_s)
         busy_until_s += sum(prompt.prefill_s for prompt in queue[1:])
     for work in pending:
         busy_until_s = max(busy_until_s, work.placed_s) + work.prefill_s
-        queue.append(QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s))
+        queue.append(QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s, priority=work.priority))
     return InstanceView(
         instance_id=lease.member.instance_id,
         node_id=lease.member.node_id,
@@ -86,6 +92,7 @@ def prefill_view(
         blocks_available=room.blocks_available,
         busy_until_s=busy_until_s,
         queue=tuple(queue),
+        least_urgent=max((prompt.priority for prompt in queue), default=BEGUN),
         factor=factor,
     )
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from mooncake_proto.control import ModelCard
+from mooncake_proto.control import ModelCard, StatusReport
 from mooncake_proto.ids import RequestId
 from mooncake_proto.serving import FinishReason, Sampling, Stopping, TokenLogprob
 
@@ -14,7 +14,8 @@ class TokenRequest:
     """One choice of one client request, tokenised: the unit the mesh runs.
 
     ``request_id`` is unique for each choice. ``cache_salt`` enters the root of the block keys, and so does ``tenant``
-    unless tenants share their cache.
+    unless tenants share their cache. Lower ``priority`` is more urgent (policy/request_class.py); requests of one
+    priority share the mesh fairly between tenants, and between the ids in ``fairness_id`` where there are none.
     """
 
     request_id: RequestId
@@ -25,6 +26,8 @@ class TokenRequest:
     deadline_s: float
     tenant: str = ""
     cache_salt: str = ""
+    priority: int = 0
+    fairness_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +66,9 @@ class Mesh(Protocol):
         MeshError. Closing the generator early (``aclose``, or cancellation of the consuming task) cancels the request
         everywhere.
         """
+
+    def satisfied(self, request_id: RequestId) -> None:
+        """The consumer has the whole answer (a stop string): closing the generator is no loss of it."""
+
+    async def report(self) -> StatusReport | None:
+        """What the conductor knows; None while it does not answer."""

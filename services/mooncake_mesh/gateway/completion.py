@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from mooncake_mesh.errors import DeadlineExceeded, Draining, InvalidRequest, Rejected
@@ -18,6 +18,7 @@ from mooncake_mesh.gateway.metrics import DoorMetrics, Outcome
 from mooncake_mesh.gateway.openai_requests import parse_chat, parse_completion
 from mooncake_mesh.gateway.preparation import Preparation, Prepared
 from mooncake_mesh.gateway.rate_limits import TenantRates, no_limits
+from mooncake_mesh.gateway.standing import NO_STANDING, Standing
 from mooncake_mesh.gateway.tokenizer import Tokenizer
 from mooncake_proto.client import Operation
 from mooncake_proto.ids import RequestId
@@ -80,8 +81,17 @@ class Completions:
         if self._running >= self._limits.max_concurrent_requests:
             raise Rejected("gateway_full", unavailable=False, retry_after_s=_FULL_RETRY_AFTER_S)
 
-    async def serve(self, operation: Operation, body: bytes, door: Door, *, request_id: RequestId, tenant: str) -> None:
-        """Answer one request of *tenant*, the JSON object in *body*, through *door*.
+    async def serve(
+        self,
+        operation: Operation,
+        body: bytes,
+        door: Door,
+        *,
+        request_id: RequestId,
+        tenant: str,
+        standing: Standing = NO_STANDING,
+    ) -> None:
+        """Answer one request of *tenant*, the JSON object in *body*, through *door*; *standing* wins over the body.
 
         *request_id* is the server's own and unique. Raises a MooncakeError when the request fails, before or after its
         first chunk. Cancelling this coroutine cancels the request everywhere.
@@ -95,7 +105,7 @@ class Completions:
             generation = Generation(
                 self._mesh,
                 self._metrics,
-                prepared,
+                replace(prepared, options=standing.applied_to(prepared.options)),
                 door,
                 request_id=request_id,
                 tenant=tenant,

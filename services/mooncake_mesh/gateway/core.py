@@ -27,8 +27,10 @@ from mooncake_mesh.errors import (
     InvalidTransition,
     MooncakeError,
     Rejected,
+    TooLate,
 )
 from mooncake_mesh.gateway.api import TokenEvent, TokenRequest
+from mooncake_mesh.gateway.jobs import start_jobs
 from mooncake_mesh.gateway.request_events import (
     AskPlacement,
     CallerLeft,
@@ -42,19 +44,15 @@ from mooncake_mesh.gateway.request_events import (
     RequestCommand,
     RequestEvent,
     Started,
-    StartJobs,
     WorkerLost,
 )
 from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
-from mooncake_proto.ids import BlockKey, InstanceId, JobId, TransferId
+from mooncake_proto.ids import BlockKey, InstanceId, JobId
 from mooncake_proto.serving import (
-    DecodeGate,
     DecodeGranted,
-    DecodeJob,
     FirstToken,
     JobFailed,
     Placement,
-    PrefillJob,
     Schedule,
     TokenEntry,
     WorkerRef,
@@ -87,6 +85,7 @@ _MOVES: Final = frozenset(
         *((stage, end) for stage in _LIVE for end in (RequestStage.FAILED, RequestStage.CANCELLED)),
     }
 )
+_LEAST_RETRY_AFTER_S: Final = 1.0
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _ROOM_CODES: Final = frozenset({"no_free_blocks", "rejected", "overloaded", "draining"})
@@ -114,7 +113,6 @@ class RequestCore:
         self._stream_endpoint = stream_endpoint
         self._max_replacements = max_replacements
         self._started_s = started_s
-        self._deadline_s = started_s + request.deadline_s
         self._drawn: list[int] = []
         self._early: dict[int, TokenEntry | FirstToken] = {}
         self._attempt = 0
@@ -122,7 +120,7 @@ class RequestCore:
         self._has_decoded = False
         self._is_accepted = False
         self._is_gated = False
-        self._refusal: DecodeRefused | None = None
+        self._refusal: Rejected | None = None
         self._refused_by: set[InstanceId] = set()
         self._losses = 0
         self._pauses = 0
@@ -189,6 +187,7 @@ class RequestCore:
                 keys=self._chain(tokens),
                 avoid=tuple(sorted(self._avoid)),
                 refused_by=() if self._drawn else tuple(sorted(self._refused_by)),
+                priority=self._request.priority,
                 tenant=self._request.tenant,
             ),
         )
@@ -200,58 +199,23 @@ class RequestCore:
         self.placement = placement
         self._is_accepted = False
         self._has_decoded = False
-        tokens = self._tokens()
-        keys = self._chain(tokens)
-        left_s = max(0.001, self._deadline_s - now_s)
-        transfer_id = TransferId(f"{self.job_id}.kv")
         is_single = self._request.stopping.max_new_tokens - len(self._drawn) <= 1
-        prefill = PrefillJob(
-            job_id=self.job_id,
-            transfer_id=transfer_id,
-            incarnation=placement.prefill.incarnation,
-            tokens=tokens,
-            keys=keys,
-            sampling=self._request.sampling,
-            stopping=self._request.stopping,
-            drawn_tokens=len(self._drawn),
-            stream_endpoint=self._stream_endpoint,
-            decode=None if is_single else placement.decode,
-            deadline_s=left_s,
-            fetch_from=placement.fetch_from,
-            fetch_prefix_blocks=placement.fetch_prefix_blocks,
-            local_prefix_blocks=placement.local_prefix_blocks,
-            tenant=self._request.tenant,
-            read_limit_blocks=placement.read_limit_blocks,
-        )
         gate = None if is_single or self._drawn else placement.gate
         self._is_gated = gate is not None
-        if is_single:
-            self._jobs_at = (placement.prefill,)
-            return [StartJobs(placement=placement, prefill=prefill, decode=None)]
-        decode = DecodeJob(
-            job_id=self.job_id,
-            transfer_id=transfer_id,
-            incarnation=placement.decode.incarnation,
+        tokens = self._tokens()
+        start = start_jobs(
+            self._request,
+            placement,
             tokens=tokens,
-            keys=keys,
+            keys=self._chain(tokens),
             key_root=self._keys.root,
-            sampling=self._request.sampling,
-            stopping=self._request.stopping,
             drawn_tokens=len(self._drawn),
             stream_endpoint=self._stream_endpoint,
-            deadline_s=left_s,
             gate=gate,
-            first_token_within_s=self._first_token_within_s(gate, now_s),
-            tenant=self._request.tenant,
+            elapsed_s=now_s - self._started_s,
         )
-        self._jobs_at = (placement.prefill, placement.decode)
-        return [StartJobs(placement=placement, prefill=prefill, decode=decode)]
-
-    def _first_token_within_s(self, gate: DecodeGate | None, now_s: float) -> float | None:
-        """What is left of the objective, which counts from the request's start."""
-        if gate is None or gate.ttft_s is None:
-            return None
-        return max(0.0, self._started_s + gate.ttft_s - now_s)
+        self._jobs_at = (placement.prefill,) if is_single else (placement.prefill, placement.decode)
+        return [start]
 
     def _not_placed(self, error: MooncakeError) -> list[RequestCommand]:
         """A request that has never run, or that a decode worker had no place for, is refused; any other that has run
@@ -310,6 +274,8 @@ class RequestCore:
     def _job_failed(self, failed: JobFailed) -> list[RequestCommand]:
         if failed.code == DecodeRefused.code:
             return self._refused_at_decode(failed)
+        if failed.code == TooLate.code and not self._drawn:
+            return self._fail(_refusal(failed))
         error = _JobError(failed)
         if not failed.retryable:
             return self._fail(error)
@@ -341,7 +307,7 @@ class RequestCore:
 
     def _refused_at_decode(self, failed: JobFailed) -> list[RequestCommand]:
         """No loss: the worker is well. The conductor is asked who else could take it now."""
-        self._refusal = DecodeRefused(failed.message, retry_after_s=failed.retry_after_s or 1.0)
+        self._refusal = _refusal(failed)
         self._refused_by.add(failed.instance_id)
         return self._ask_again(after_s=self._pause_s() if self._drawn else 0.0)
 
@@ -393,6 +359,11 @@ class RequestCore:
 
 
 _TOKEN_BYTES: Final = 4
+
+
+def _refusal(failed: JobFailed) -> Rejected:
+    """What a worker's refusal is to the client: one like that of the conductor."""
+    return Rejected(failed.message, unavailable=False, retry_after_s=failed.retry_after_s or _LEAST_RETRY_AFTER_S)
 
 
 class _JobError(MooncakeError):

@@ -127,6 +127,7 @@ class Generation:
                 previous_at = now
                 await self._take(choice, stream, event, self._prepared.stopping[prompt].stop_token_ids)
                 if choice.finish_reason is not None and event.finish is None:
+                    self._mesh.satisfied(self._choice_id(choice))
                     break  # a stop string: closing the generator cancels the rest
         if choice.finish_reason is None:
             raise Aborted("the answer broke off")
@@ -150,11 +151,14 @@ class Generation:
             await self._show(choice, rest)
             await self._close(choice, FinishReason.STOP if rest.stopped else event.finish)
 
+    def _choice_id(self, choice: Choice) -> RequestId:
+        return RequestId(f"{self._request_id}-{choice.index}")
+
     def _token_request(self, choice: Choice, prompt: int, k: int) -> TokenRequest:
         options = self._options
         sampling: Sampling = replace(options.sampling, seed=choice_seed(self._seed, k))
         return TokenRequest(
-            request_id=RequestId(f"{self._request_id}-{choice.index}"),
+            request_id=self._choice_id(choice),
             model=options.model,
             prompt=choice.prompt,
             sampling=sampling,
@@ -162,6 +166,8 @@ class Generation:
             deadline_s=max(0.001, self._deadline_at - time.monotonic()),
             tenant=self._tenant,
             cache_salt=options.cache_salt,
+            priority=options.priority,
+            fairness_id=options.fairness_id,
         )
 
     async def _open(self, choice: Choice) -> None:

@@ -46,13 +46,14 @@ from mooncake_mesh.gateway.asgi import (
 )
 from mooncake_mesh.gateway.completion import Completions
 from mooncake_mesh.gateway.doorkeeper import Doorkeeper, HttpDoorkeeper, tenant_of
+from mooncake_mesh.gateway.mesh_metrics import mesh_metrics
 from mooncake_mesh.gateway.metrics import DoorMetrics
 from mooncake_mesh.gateway.openai_errors import MethodNotAllowed, UnknownPath, problem_of
 from mooncake_mesh.gateway.openai_responses import Json
 from mooncake_mesh.gateway.preparation import ServedModel
+from mooncake_mesh.gateway.standing import standing_of
 from mooncake_mesh.gateway.token_requests import detokenize, tokenize
 from mooncake_proto.client import Operation
-from mooncake_proto.ids import RequestId
 
 log = structlog.get_logger()
 
@@ -139,14 +140,18 @@ class _Answering:
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(wait_for_disconnect(receive))
-                await self._serve(body, answer, request_id_of(scope), tenant_of(scope))
+                await self._serve(body, answer, scope)
                 watch.cancel()
         except* ClientGone:
             log.debug("client_gone", request_id=request_id_of(scope), path=scope["path"])
 
-    async def _serve(self, body: bytes, answer: "_HttpAnswer", request_id: RequestId, tenant: str) -> None:
+    async def _serve(self, body: bytes, answer: "_HttpAnswer", scope: Scope) -> None:
+        request_id, tenant = request_id_of(scope), tenant_of(scope)
         try:
-            await self._completions.serve(self._operation, body, answer, request_id=request_id, tenant=tenant)
+            standing = standing_of(Headers(scope=scope))
+            await self._completions.serve(
+                self._operation, body, answer, request_id=request_id, tenant=tenant, standing=standing
+            )
         except MooncakeError as error:
             problem = problem_of(error, request_id=request_id)
             if problem.status >= 500:
@@ -217,7 +222,11 @@ class _SideDoors:
         return json_response({"ready": False, "reasons": reasons}, status=503, headers={"retry-after": _RETRY_AFTER_S})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        """This gateway's own, and those of the whole mesh while the conductor answers."""
+        text, report = generate_latest(self._registry), await self._mesh.report()
+        if report is not None:
+            text += mesh_metrics(report)
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def version(self, _: Request) -> Response:
         return json_response({"version": version("mooncake-mesh")})

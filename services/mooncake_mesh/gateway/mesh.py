@@ -16,10 +16,8 @@ import structlog
 
 from mooncake_mesh.errors import CallTimeout, MooncakeError, PeerUnreachable, Rejected
 from mooncake_mesh.gateway.api import Readiness, TokenEvent, TokenRequest
-from mooncake_mesh.gateway.core import (
-    KeySpace,
-    RequestCore,
-)
+from mooncake_mesh.gateway.core import KeySpace, RequestCore
+from mooncake_mesh.gateway.ledger import Ledger, RequestAccount
 from mooncake_mesh.gateway.request_events import (
     AskPlacement,
     CallerLeft,
@@ -39,8 +37,17 @@ from mooncake_mesh.gateway.request_events import (
 from mooncake_mesh.kv.block_hash import key_root
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient
-from mooncake_proto.control import ClusterState, Health, MemberState, ModelCard, Ok, Role
-from mooncake_proto.ids import JobId
+from mooncake_proto.control import (
+    ClusterState,
+    Health,
+    MemberState,
+    ModelCard,
+    Ok,
+    Role,
+    StatusQuery,
+    StatusReport,
+)
+from mooncake_proto.ids import JobId, RequestId
 from mooncake_proto.serving import (
     CancelJob,
     DecodeGranted,
@@ -59,6 +66,7 @@ log = structlog.get_logger(__name__)
 _SCHEDULE_TIMEOUT_S: Final = 5.0
 _START_TIMEOUT_S: Final = 5.0
 _CANCEL_TIMEOUT_S: Final = 30.0
+_REPORT_TIMEOUT_S: Final = 1.0
 _CONDUCTOR_RETRY_AFTER_S: Final = 1.0
 _WORKERS: Final = (Role.PREFILL, Role.DECODE)
 
@@ -75,6 +83,7 @@ class _Running:
     """One request on its way; ``events`` holds at most what it generates."""
 
     core: RequestCore
+    account: RequestAccount
     events: asyncio.Queue[TokenEvent | MooncakeError] = field(default_factory=asyncio.Queue)
     deadline: asyncio.TimerHandle | None = None
 
@@ -96,6 +105,8 @@ class MeshClient:
         self._sharing = sharing
         self._workers = Phonebook(on_lost=self._endpoint_lost)
         self._running: dict[JobId, _Running] = {}
+        self._accounts: dict[RequestId, RequestAccount] = {}
+        self.ledger = Ledger()
         self._members: tuple[MemberState, ...] = ()
         self._loop = asyncio.get_running_loop()
         self.stream_endpoint = ""
@@ -124,16 +135,32 @@ class MeshClient:
 
     async def generate(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
         running = self._enter(request)
+        account = self._accounts[request.request_id] = running.account
         try:
             while True:
                 event = await running.events.get()
                 if isinstance(event, MooncakeError):
+                    account.failed(event)
                     raise event
+                account.token(event, monotonic())
                 yield event
                 if event.finish is not None:
                     return
         finally:
+            del self._accounts[request.request_id]
             self._leave(running)
+
+    def satisfied(self, request_id: RequestId) -> None:
+        account = self._accounts.get(request_id)
+        if account is not None:
+            account.satisfied()
+
+    async def report(self) -> StatusReport | None:
+        try:
+            return await self._conductor.call(StatusQuery(), StatusReport, timeout_s=_REPORT_TIMEOUT_S)
+        except MooncakeError as error:
+            log.info("conductor_silent", code=error.code)
+            return None
 
     # --- one request --------------------------------------------------------------------------------------------------
 
@@ -149,14 +176,15 @@ class MeshClient:
             tenant=request.tenant if self._sharing is CacheSharing.WITHIN_TENANT else "",
             cache_salt=request.cache_salt,
         )
+        started_s = monotonic()
         core = RequestCore(
             request,
             KeySpace(root=root, block_tokens=card.block_tokens),
             stream_endpoint=self.stream_endpoint,
             max_replacements=self._max_replacements,
-            started_s=monotonic(),
+            started_s=started_s,
         )
-        running = _Running(core=core)
+        running = _Running(core=core, account=RequestAccount(request, started_s))
         running.deadline = self._loop.call_later(request.deadline_s, self._feed, running, DeadlinePassed())
         self._feed(running, Started())
         return running
@@ -164,6 +192,8 @@ class MeshClient:
     def _leave(self, running: _Running) -> None:
         if running.deadline is not None:
             running.deadline.cancel()
+        core = running.core
+        self.ledger.note(running.account.outcome(core.computed_tokens, core.placement))
         self._feed(running, CallerLeft())
         self._running.pop(running.core.job_id, None)
 

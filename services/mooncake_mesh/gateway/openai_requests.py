@@ -20,6 +20,7 @@ from mooncake_mesh.gateway.json_fields import (
 )
 from mooncake_mesh.gateway.text import TextRules
 from mooncake_mesh.gateway.tokenizer import ChatMessage
+from mooncake_mesh.policy.request_class import BATCH_PRIORITY, MOST_URGENT
 from mooncake_proto.serving import Sampling
 
 log = structlog.get_logger()
@@ -39,6 +40,7 @@ MAX_TEXT_CHARS: Final = 1 << 24
 MAX_LABEL_CHARS: Final = 256
 MAX_TOKEN_ID: Final = (1 << 31) - 1
 DEFAULT_COMPLETION_TOKENS: Final = 16
+_TIERS: Final = ("auto", "default", "flex")
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -53,6 +55,8 @@ class StreamOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
     """What both endpoints share. ``stream`` is None for one whole answer.
+
+    ``priority`` and ``fairness_id`` are as in TokenRequest.
 
     ``sampling.seed`` is not set yet: ``seed`` None asks for a random one. ``max_tokens`` None is the endpoint's
     default; ``max_tokens_param`` is the name the client used for it.
@@ -71,6 +75,8 @@ class GenerationOptions:
     cache_salt: str
     return_token_ids: bool
     add_special_tokens: bool
+    priority: int
+    fairness_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +143,6 @@ def _options(fields: Fields, *, top_logprobs: int | None, add_special_tokens: bo
     response_format = fields.object("response_format")
     if response_format is not None and response_format.raw("type") != "text":
         raise UnsupportedParameter("response_format other than text is not supported", param="response_format")
-    fields.string("user", longest=MAX_LABEL_CHARS)
     max_tokens, max_tokens_param = _max_tokens(fields)
     min_tokens = fields.integer("min_tokens", low=0, high=MAX_TOKEN_ID) or 0
     if max_tokens is not None and min_tokens > max_tokens:
@@ -161,7 +166,20 @@ def _options(fields: Fields, *, top_logprobs: int | None, add_special_tokens: bo
         cache_salt=fields.string("cache_salt", longest=MAX_LABEL_CHARS) or "",
         return_token_ids=fields.boolean("return_token_ids") or False,
         add_special_tokens=_given(fields.boolean("add_special_tokens"), add_special_tokens),
+        priority=_priority(fields),
+        fairness_id=fields.string("user", longest=MAX_LABEL_CHARS) or "",
     )
+
+
+def _priority(fields: Fields) -> int:
+    """vLLM's ``priority``, lower first; and OpenAI's ``service_tier``, whose ``flex`` is work for idle hours."""
+    priority = fields.integer("priority", low=MOST_URGENT, high=BATCH_PRIORITY)
+    tier = fields.string("service_tier", longest=MAX_LABEL_CHARS)
+    if tier not in (None, *_TIERS):
+        raise InvalidRequest(f"service_tier must be one of {', '.join(_TIERS)}", param="service_tier")
+    if priority is not None and tier == "flex":
+        raise InvalidRequest("priority and service_tier flex exclude each other: give one", param="service_tier")
+    return BATCH_PRIORITY if tier == "flex" else _given(priority, 0)
 
 
 def _sampling(fields: Fields, top_logprobs: int | None) -> Sampling:

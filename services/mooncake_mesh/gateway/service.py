@@ -6,7 +6,7 @@ socket who connects    what flows
 HTTP   OpenAI clients  see gateway/http.py
 ROUTER SDK clients     Generate, Cancel, ModelsQuery, HealthQuery
 ROUTER workers         FirstToken, TokenBatch, JobFailed
-DEALER conductor       Schedule, membership
+DEALER conductor       Schedule, Outcomes, membership
 DEALER workers         PrefillJob, DecodeJob, CancelJob
 ====== =============== ==================================================
 
@@ -93,6 +93,7 @@ class GatewayService:
         )
         serving = self._tasks.create_task(http.serve())
         joining = self._tasks.create_task(membership.run())
+        reporting = self._tasks.create_task(mesh.ledger.run(self._member.instance_id, conductor.post))
         await _poll(lambda: http.started or serving.done(), timeout_s=_START_S)
         if not http.started:
             raise MeshError(f"cannot listen on {config.host}:{config.port}")
@@ -105,7 +106,8 @@ class GatewayService:
         http.should_exit = True
         await serving
         joining.cancel()
-        await asyncio.gather(joining, return_exceptions=True)
+        reporting.cancel()
+        await asyncio.gather(joining, reporting, return_exceptions=True)
         await clients.close()
         await streams.close()
         mesh.close()

@@ -1,7 +1,7 @@
 """Whose blocks are whose: usage of each tenant, and how much of a pool it may use.
 
 A block counts for the tenant whose request got it, from then until it is free again: while it is written, shared,
-evictable or drained. Keys are rooted in the tenant, so a block is never used by another one.
+evictable or drained. So it does where others use it too, which keys prevent unless tenants share their cache.
 """
 
 from collections.abc import Mapping

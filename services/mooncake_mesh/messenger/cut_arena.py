@@ -1,7 +1,8 @@
 """What a messenger has once its arena is cut into blocks: the pool's core, transfers both ways, the SSD tier."""
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Final
@@ -22,7 +23,7 @@ from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.ssd import NodeSsd
 from mooncake_proto.control import Load
-from mooncake_proto.ids import BLOCK_KEY_BYTES, Incarnation, JobId, TransferId
+from mooncake_proto.ids import BLOCK_KEY_BYTES, BlockKey, Incarnation, JobId, TransferId
 from mooncake_proto.transfer import (
     Acquire,
     Acquired,
@@ -42,6 +43,7 @@ from mooncake_proto.transfer import (
 log = structlog.get_logger(__name__)
 
 _FETCH_TIMEOUT_S: Final = 20.0
+_RECENT_COPIES: Final = 8
 _MOST_WORKERS: Final = 4096
 _TENANTS_REPORTED: Final = 32
 
@@ -73,7 +75,10 @@ class CutArena:
         self._me = me
         self._endpoint = endpoint
         self._room = Bell()
+        self._copies = 0
+        self._recent_copies: deque[tuple[int, float]] = deque(maxlen=_RECENT_COPIES)
         self._fetches: dict[TransferId, str] = {}
+        self._fetching: dict[BlockKey, asyncio.Event] = {}  # the first key of what is being fetched
         self._attached: OrderedDict[Incarnation, None] = OrderedDict()
         self._replicating: asyncio.Task[None] | None = None
         self._ahead = AheadReader(core, ssd, tasks, me=me, end_job=self.end_job)
@@ -89,6 +94,8 @@ class CutArena:
             tenants=dict(Counter(pool.tenant_usage()).most_common(_TENANTS_REPORTED)),
             transferred_bytes=self.sender.sent_bytes,
             transports=",".join(sorted(self.sender.transports)),
+            copies=self._copies,
+            recent_copies=tuple(self._recent_copies),
         )
         return self._ssd.counted(load)
 
@@ -151,11 +158,23 @@ class CutArena:
         self._replicating = self._tasks.create_task(self._fetch_prefix(request))
 
     async def _fetch_prefix(self, request: Acquire) -> None:
-        """Copy missing prefix blocks from another node. Whatever goes wrong, the job computes them instead."""
-        core, receiver = self.core, self.receiver
-        keys = core.missing_prefix(request)
+        """Copy missing prefix blocks from another node. Whatever goes wrong, the job computes them instead.
+
+        What is being fetched for somebody else is waited for, and not fetched twice.
+        """
+        while (keys := self.core.missing_prefix(request)) and keys[0] in self._fetching:
+            await self._fetching[keys[0]].wait()
         if not keys:
             return
+        over = self._fetching[keys[0]] = asyncio.Event()
+        try:
+            await self._fetch(request, keys)
+        finally:
+            del self._fetching[keys[0]]
+            over.set()
+
+    async def _fetch(self, request: Acquire, keys: Sequence[BlockKey]) -> None:
+        core, receiver = self.core, self.receiver
         transfer_id = TransferId(uuid4().hex)
         self._fetches[transfer_id] = request.fetch_from
         try:
@@ -174,6 +193,8 @@ class CutArena:
             core.settle(landing)
             async with asyncio.timeout(_FETCH_TIMEOUT_S):
                 landed = await receiver.landed(transfer_id)
+            self._copies += 1
+            self._recent_copies.append((landed.received_bytes, landed.last_slice_s))
             log.info(
                 "prefix_fetched",
                 job_id=request.job_id,

@@ -220,7 +220,11 @@ class Receiver:
         return opened.landing.admit([item.span for item in incoming], self._core.pool)
 
     def end(self, token: bytes, destinations: Sequence[Destination], error: TransferError | None) -> None:
-        self._finish(self._by_token.get(token) or self._draining[token], destinations, error)
+        opened = self._by_token.get(token) or self._draining.get(token)
+        if opened is not None:
+            self._finish(opened, destinations, error)
+            return
+        assert not destinations, "a landing with a write in flight is kept"
 
     def _finish(self, opened: _Opened, destinations: Sequence[Destination], error: TransferError | None) -> None:
         if isinstance(error, LinkLost):

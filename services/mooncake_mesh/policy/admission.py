@@ -29,11 +29,15 @@ from mooncake_mesh.policy.forecast import (
     kv_capacity_tokens,
     kv_in_progress_tokens,
 )
+from mooncake_mesh.policy.request_class import is_batch
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
 from mooncake_proto.ids import InstanceId
 
 TBT_SHARE: Final = 0.97
 """Part of the TBT objective that planned steps may take."""
+
+BATCH_LOAD: Final = 0.7
+"""Load of a decode instance up to which it takes batch work: the rest is for those who have objectives."""
 
 _WIP_BASE: Final = 1.1
 _WIP_PER_TTFT: Final = 1.5
@@ -64,6 +68,8 @@ def admission_refusal(
     admission: Admission,
 ) -> Refused | None:
     """Why *request*, which would run as *placed*, is not let in; None when it is."""
+    if is_batch(request.priority):
+        return _batch_refusal(request, placed, cluster, cost, objectives)
     if objectives.ttft_s is not None and placed.ttft_est_s > objectives.ttft_s:
         return contended("ttft_objective", after_s=placed.ttft_est_s - objectives.ttft_s)
     decode_s = admission.decode_time_s(cluster)
@@ -77,6 +83,23 @@ def admission_refusal(
             return _overloaded("tbt_objective_predicted", load, decode_s)
         case AdmissionKind.HOLD:
             return _hold_refusal(request, cluster, admission, decode_s)
+
+
+def _batch_refusal(
+    request: RequestShape, placed: Placed, cluster: ClusterView, cost: CostModel, objectives: Objectives
+) -> Refused | None:
+    """Batch work fills what is idle: its prompt waits for nobody, and decoding stays well below its limits."""
+    prefill = next(instance for instance in cluster.prefill if instance.instance_id == placed.prefill)
+    queue_s = prefill.busy_until_s - cluster.now_s
+    if prefill.queue and queue_s > 0:
+        return contended("batch_waits_for_idle_prefill", after_s=queue_s)
+    decode = next(instance for instance in cluster.decode if instance.instance_id == placed.decode)
+    load = (
+        decoding_now(decode)
+        .with_added(1 + decode.waiting_jobs, request.prompt_tokens + decode.waiting_tokens)
+        .load(cost, block_tokens=request.block_tokens, tbt_s=objectives.tbt_s)
+    )
+    return contended("batch_waits_for_idle_decode") if decode.running_jobs and load > BATCH_LOAD else None
 
 
 def early_refusal(

@@ -1,7 +1,9 @@
 """How long work takes, as far as a scheduler can know."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import exp, log
+from typing import Final, Protocol
 
 from mooncake_mesh.policy.views import InstanceView
 
@@ -60,6 +62,51 @@ class LinearCost:
 
     def ssd_read_s(self, n_bytes: int) -> float:
         return self.ssd_base_s + n_bytes / self.ssd_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCorrected:
+    """A cost model whose copies between nodes take *factor* times as long."""
+
+    cost: CostModel
+    factor: float
+
+    def prefill_s(self, uncached_tokens: int, cached_tokens: int) -> float:
+        return self.cost.prefill_s(uncached_tokens, cached_tokens)
+
+    def decode_step_s(self, batch: int, context_tokens: int) -> float:
+        return self.cost.decode_step_s(batch, context_tokens)
+
+    def transfer_s(self, n_bytes: int) -> float:
+        return self.factor * self.cost.transfer_s(n_bytes)
+
+    def ssd_read_s(self, n_bytes: int) -> float:
+        return self.cost.ssd_read_s(n_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindFactors:
+    """By how much a kind of instance is slower than the cost model says, before anything was observed of one."""
+
+    prefill: float = 1.0
+    step: float = 1.0
+
+
+def kind_factors(kind: CostModel, base: CostModel) -> KindFactors:
+    """Where the mesh is priced by *base*: geometric means over short and long work."""
+    return KindFactors(
+        prefill=_ratio([(kind.prefill_s(n, p), base.prefill_s(n, p)) for n, p in _PROMPTS]),
+        step=_ratio([(kind.decode_step_s(b, t), base.decode_step_s(b, t)) for b, t in _BATCHES]),
+    )
+
+
+_PROMPTS: Final = ((256, 0), (2048, 0), (8192, 0), (512, 4096))
+_BATCHES: Final = ((1, 1024), (8, 8192), (32, 65536))
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    known = [log(ours / theirs) for ours, theirs in pairs if ours > 0 and theirs > 0]
+    return exp(sum(known) / len(known)) if known else 1.0
 
 
 def instance_step_s(instance: InstanceView, cost: CostModel, added_tokens: int) -> float:

@@ -118,7 +118,6 @@ def gate_for(
     return DecodeGate(
         kind=GateKind.HOLD if admission.kind is AdmissionKind.HOLD else GateKind.CHECK,
         tbt_s=objectives.tbt_s,
-        ttft_s=objectives.ttft_s,
         step_base_s=instance.factor * base_s,
         step_sequence_s=instance.factor * max(0.0, cost.decode_step_s(1, 0) - base_s),
         step_token_s=instance.factor * max(0.0, cost.decode_step_s(0, room_tokens) - base_s) / room_tokens,

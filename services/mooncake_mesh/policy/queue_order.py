@@ -19,9 +19,11 @@ Pure functions of values; times are seconds of one clock.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
+
+from mooncake_mesh.policy.views import ClusterView, InstanceView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,24 @@ def insertion_index(
         finish_s -= queue[index - 1].service_s
         index -= 1
     return index
+
+
+def seen_by(priority: int, cluster: ClusterView) -> ClusterView:
+    """*cluster* as a request of that priority meets it: without the queued prompts that it overtakes.
+
+    Those that have waited long enough not to be overtaken are not told apart.
+    """
+    if all(instance.least_urgent <= priority for instance in cluster.prefill):
+        return cluster
+    return replace(cluster, prefill=[_without_less_urgent(instance, priority) for instance in cluster.prefill])
+
+
+def _without_less_urgent(instance: InstanceView, priority: int) -> InstanceView:
+    if instance.least_urgent <= priority:
+        return instance
+    ahead = tuple(prompt for prompt in instance.queue if prompt.priority <= priority)
+    overtaken_s = sum(prompt.prefill_s for prompt in instance.queue if prompt.priority > priority)
+    return replace(instance, queue=ahead, busy_until_s=instance.busy_until_s - overtaken_s, least_urgent=priority)
 
 
 def is_late(prompt: WaitingPrompt, start_s: float) -> bool:

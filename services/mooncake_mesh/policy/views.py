@@ -12,10 +12,14 @@ from mooncake_proto.ids import InstanceId, NodeId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedPrompt:
-    """A prompt of ``tokens`` that an instance has accepted and will compute in ``prefill_s``."""
+    """A prompt of ``tokens`` that an instance has accepted and will compute in ``prefill_s``.
+
+    Lower ``priority`` is more urgent.
+    """
 
     tokens: int
     prefill_s: float
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,7 @@ class InstanceView:
     """One instance, prefill or decode; fields that do not apply to its role keep their defaults.
 
     Prefill: ``queue`` are the accepted prompts that are not computed yet, oldest first; all are by ``busy_until_s``.
+    ``least_urgent`` is the largest priority among them.
     Decode: running jobs are in the batch, waiting ones have their KV still to come; ``sequences`` are the (tokens,
     decoded tokens) of the running ones, ``step_s`` is how long a step takes of late, and ``kv_limit_tokens`` how much
     KV it can run within the TBT objective, 0 for no limit but its blocks.
@@ -36,6 +41,7 @@ class InstanceView:
     blocks_available: int
     busy_until_s: float = 0.0
     queue: tuple[QueuedPrompt, ...] = ()
+    least_urgent: int = 0
     running_jobs: int = 0
     running_tokens: int = 0
     waiting_jobs: int = 0
@@ -82,6 +88,7 @@ class RequestShape:
     prefix_blocks: Mapping[NodeId, int]
     ssd_starts: Mapping[NodeId, int] = field(default_factory=dict)
     draw: int = 0
+    priority: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "max_new_tokens", "block_tokens", "block_bytes"):

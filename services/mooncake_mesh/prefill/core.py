@@ -1,5 +1,7 @@
 """What a prefill instance decides, pure: which job is next, how its prompt is cut, what became of it.
 
+The order is that of :mod:`~mooncake_mesh.policy.queue_order`; who has begun to acquire blocks is overtaken no more.
+
 ::
 
     QUEUED → ACQUIRING → READY → COMPUTING → SENDING → DONE
@@ -13,8 +15,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mooncake_mesh.errors import InvalidTransition, MooncakeError
+from mooncake_mesh.policy.fair_share import FairShares
+from mooncake_mesh.policy.queue_order import QueueRules, WaitingPrompt, insertion_index, is_late
+from mooncake_mesh.policy.request_class import BEGUN
 from mooncake_proto.ids import JobId
-from mooncake_proto.serving import PrefillJob
+from mooncake_proto.serving import PrefillJob, QueueTurn
 
 _RECENT_PREFILLS: Final = 8
 
@@ -100,6 +105,7 @@ class QueuedJob:
     job: PrefillJob
     prompt_tokens: int
     queued_s: float
+    waiting: WaitingPrompt
     stage: JobStage = JobStage.QUEUED
     blocks: tuple[int, ...] = ()
     cached_tokens: int = 0
@@ -113,14 +119,18 @@ class QueuedJob:
 
 
 class PrefillCore:
-    """Jobs of one prefill instance, first come, first served."""
+    """Jobs of one prefill instance: in the order of *rules*, first come, first served without any."""
 
-    def __init__(self, *, chunk_tokens: int, block_tokens: int, max_queued_jobs: int) -> None:
+    def __init__(
+        self, *, chunk_tokens: int, block_tokens: int, max_queued_jobs: int, rules: QueueRules | None = None
+    ) -> None:
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
         self._max_queued_jobs = max_queued_jobs
+        self._rules = rules
+        self._shares = FairShares()
         self._jobs: dict[JobId, QueuedJob] = {}
-        self._queue: deque[JobId] = deque()
+        self._queue: list[QueuedJob] = []
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=_RECENT_PREFILLS)
         self.prefills = 0
 
@@ -135,16 +145,21 @@ class PrefillCore:
         return sum(uncached for uncached, _ in self.queued_prompts())
 
     def queued_prompts(self) -> tuple[tuple[int, int], ...]:
-        """(uncached, cached) tokens of every job that is not computed yet, oldest first, as far as is known."""
-        return tuple(
-            (job.prompt_tokens - job.cached_tokens, job.cached_tokens)
-            for job in self._jobs.values()
-            if job.stage in _WAITING
-        )
+        """(uncached, cached) tokens of every job that is not computed yet, in their order, as far as is known."""
+        jobs = [job for job in self._jobs.values() if job.stage in _BEGUN]
+        jobs += [job for job in self._queue if job.stage is JobStage.QUEUED]
+        return tuple((job.prompt_tokens - job.cached_tokens, job.cached_tokens) for job in jobs)
+
+    def queued_priorities(self) -> tuple[int, ...]:
+        """Priorities of the :meth:`queued_prompts`, begun ones being overtaken by nobody; empty where none has one."""
+        queued = [job.waiting.priority for job in self._queue if job.stage is JobStage.QUEUED]
+        if not any(queued):
+            return ()
+        return (*(BEGUN for job in self._jobs.values() if job.stage in _BEGUN), *queued)
 
     def elapsed_s(self, now_s: float) -> float:
         """How long the job at the head has been computed; 0 while it is not."""
-        head = next((job for job in self._jobs.values() if job.stage in _WAITING), None)
+        head = next((job for job in self._jobs.values() if job.stage in _BEGUN), None)
         return now_s - head.started_s if head is not None and head.stage is JobStage.COMPUTING else 0.0
 
     def recent_prefills(self) -> tuple[tuple[int, int, float], ...]:
@@ -171,20 +186,57 @@ class PrefillCore:
         hinted_blocks = max(job.local_prefix_blocks, job.fetch_prefix_blocks)
         usable_blocks = min(hinted_blocks, (prompt_tokens - 1) // self._block_tokens)
         entry = QueuedJob(
-            job=job, prompt_tokens=prompt_tokens, queued_s=now_s, cached_tokens=usable_blocks * self._block_tokens
+            job=job,
+            prompt_tokens=prompt_tokens,
+            queued_s=now_s,
+            cached_tokens=usable_blocks * self._block_tokens,
+            waiting=self._waiting(job.turn or _ANY_TURN, now_s),
         )
         self._jobs[job.job_id] = entry
-        self._queue.append(job.job_id)
+        self._queue.insert(self._index(entry, now_s), entry)
         return entry
 
     def next_job(self) -> QueuedJob | None:
         """Take the next job off the queue: it acquires its blocks now. None when nobody waits."""
         while self._queue:
-            entry = self._jobs.get(self._queue.popleft())
-            if entry is not None and entry.stage is JobStage.QUEUED and entry.stop is None:
+            entry = self._queue.pop(0)
+            if entry.stage is JobStage.QUEUED and entry.stop is None:
+                self._shares.served(entry.waiting.share_start)
+                del self._jobs[entry.job.job_id]
+                self._jobs[entry.job.job_id] = entry  # the order of what has begun is that of its beginning
                 self.move(entry, JobStage.ACQUIRING)
                 return entry
+        self._shares.idle()
         return None
+
+    def late_jobs(self, now_s: float) -> list[QueuedJob]:
+        """Queued jobs that would miss the objective for their first token even if it were their turn now."""
+        if self._rules is None:
+            return []
+        return [
+            entry
+            for entry in self._queue
+            if entry.stage is JobStage.QUEUED and entry.stop is None and is_late(entry.waiting, now_s)
+        ]
+
+    def _waiting(self, turn: QueueTurn, now_s: float) -> WaitingPrompt:
+        within_s, tenant = turn.first_token_within_s, turn.fairness_id
+        return WaitingPrompt(
+            arrival_s=now_s - turn.waited_s,
+            service_s=turn.service_s,
+            ttft_s=None if within_s is None else within_s + turn.waited_s,
+            priority=turn.priority,
+            tenant=tenant,
+            share_start=self._shares.start((turn.priority, tenant), turn.service_s),
+        )
+
+    def _index(self, entry: QueuedJob, now_s: float) -> int:
+        if self._rules is None:
+            return len(self._queue)
+        begun_s = sum(job.waiting.service_s for job in self._jobs.values() if job.stage in _BEGUN)
+        free_s = now_s + max(0.0, begun_s - self.elapsed_s(now_s))
+        queue = [other.waiting for other in self._queue]
+        return insertion_index(entry.waiting, queue, free_s=free_s, rules=self._rules)
 
     def acquired(self, entry: QueuedJob, blocks: tuple[int, ...], cached_blocks: int) -> None:
         """Its blocks are here; the caller asked for few enough cached ones that the last token is computed."""
@@ -215,4 +267,6 @@ class PrefillCore:
             del self._jobs[entry.job.job_id]
 
 
-_WAITING: Final = (JobStage.QUEUED, JobStage.ACQUIRING, JobStage.READY, JobStage.COMPUTING)
+_BEGUN: Final = (JobStage.ACQUIRING, JobStage.READY, JobStage.COMPUTING)
+_WAITING: Final = (JobStage.QUEUED, *_BEGUN)
+_ANY_TURN: Final = QueueTurn(service_s=0.0)

@@ -22,12 +22,14 @@ import numpy as np
 import structlog
 
 from mooncake_mesh.config import PrefillConfig
+from mooncake_mesh.config_scheduling import QueueOrderKind
 from mooncake_mesh.engine.api import Drawn, Engine, PrefillChunk, SampleRequest, TokenArray
-from mooncake_mesh.errors import Aborted, InternalError, MooncakeError, PeerUnreachable, Rejected
+from mooncake_mesh.errors import Aborted, InternalError, MooncakeError, PeerUnreachable, Rejected, TooLate
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.rpc import Caller, Handler
 from mooncake_mesh.mesh.runtime import Lifecycle
+from mooncake_mesh.policy.queue_order import QueueRules
 from mooncake_mesh.policy.stopping import banned_tokens, finish_after
 from mooncake_mesh.prefill.core import JobStage, LayerProgress, PrefillCore, QueuedJob, QueueFull
 from mooncake_mesh.worker.station import Station
@@ -39,6 +41,7 @@ from mooncake_proto.transfer import Acquire, Acquired, FinishSend, Seal, SendRep
 log = structlog.get_logger(__name__)
 
 _READY_JOBS: Final = 1
+_RULES: Final = {QueueOrderKind.FCFS: None, QueueOrderKind.SLACK: QueueRules()}
 _RATE_MEMORY: Final = 0.8
 _MIN_TIMEOUT_S: Final = 0.01
 
@@ -56,6 +59,7 @@ class PrefillService:
             chunk_tokens=config.chunk_tokens,
             block_tokens=config.block_tokens,
             max_queued_jobs=config.max_queued_jobs,
+            rules=_RULES[config.queue_order],
         )
         self._station = Station(
             config,
@@ -89,6 +93,7 @@ class PrefillService:
             prefill_tokens_per_s=self._tokens_per_s,
             draining=self._station.is_draining,
             queued_prompts=self._core.queued_prompts(),
+            queued_priorities=self._core.queued_priorities(),
             prefill_elapsed_s=self._core.elapsed_s(monotonic()),
             prefills=self._core.prefills,
             recent_prefills=self._core.recent_prefills(),
@@ -104,7 +109,17 @@ class PrefillService:
         if isinstance(entry, QueueFull):
             raise Rejected("prefill_queue_full", unavailable=False, retry_after_s=1.0)
         self._submitted.ring()
+        within_s = None if job.turn is None else job.turn.first_token_within_s
+        if within_s is not None:
+            asyncio.get_running_loop().call_later(within_s, self._refuse_late)
         return Ok()
+
+    def _refuse_late(self) -> None:
+        """End the jobs that wait in vain, before they keep others waiting."""
+        now_s = monotonic()
+        for entry in self._core.late_jobs(now_s):
+            left_s = sum(job.waiting.service_s for job in self._core.jobs())
+            self._stop(entry, TooLate("ttft_objective_in_queue", retry_after_s=left_s))
 
     async def _cancel(self, request: CancelJob, _: Caller) -> Ok:
         """Answers when nothing of the job is left: at the next layer of a running forward, at once otherwise."""
@@ -143,6 +158,7 @@ class PrefillService:
 
     async def _acquire_jobs(self) -> None:
         while True:
+            self._refuse_late()
             entry = await self._submitted.until(self._core.next_job)
             try:
                 async with self._station.waits.interruptible(entry.job.job_id):

@@ -185,6 +185,7 @@ class Station:
             node_id=NodeId(self._config.node_id),
             incarnation=self.me.incarnation,
             endpoint=endpoint,
+            kind=self._config.kind,
             model=ModelCard(
                 name=spec.name,
                 fingerprint=spec.fingerprint,

@@ -1,0 +1,61 @@
+"""What is planned, fitted and told of a measurement; measuring itself is a test of a running mesh."""
+
+import io
+from typing import cast
+
+import pytest
+from rich.console import Console
+
+from mooncake_mesh.cli.profile import error_rows, fitted, show
+from mooncake_mesh.cli.profile_measure import Measurement, Samples, plan_for
+from mooncake_mesh.client import MooncakeClient
+from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_mesh.policy.cost_fit import PrefillSample, StepSample, TransferSample
+
+PREFILLS = [
+    PrefillSample(uncached_tokens=n, cached_tokens=p, elapsed_s=0.01 + 0.001 * n)
+    for n in (10, 100, 900)
+    for p in (0, 90)
+]
+STEPS = [StepSample(batch=b, context_tokens=100 * b, elapsed_s=0.02 + 0.01 * b) for b in (1, 2, 8)]
+
+
+def measured(**kinds: Samples) -> Measurement:
+    nobody = (cast(MooncakeClient, None), cast(RpcClient, None))
+    made = Measurement(*nobody, model=None)
+    made.samples.update(kinds)
+    return made
+
+
+def test_a_plan_doubles_up_to_the_largest() -> None:
+    plan = plan_for(300, 4, 2)
+    assert list(plan.prompt_tokens) == [32, 64, 128, 256, 300]
+    assert plan.batches == [(size, n) for size in (1, 2, 4) for n in (32, 128, 300)]
+    assert plan_for(64, 1, 1).batches == [(1, 32), (1, 64)]
+
+
+def test_what_was_measured_is_fitted_by_kind_and_halves_are_shared() -> None:
+    costs = fitted(measured(new=Samples(prefills=PREFILLS, steps=STEPS), steps_only=Samples(steps=STEPS)))
+    assert set(costs) == {"new", "steps_only"}
+    for cost in costs.values():
+        assert cost.prefill_s(500, 0) == pytest.approx(0.51)
+        assert cost.decode_step_s(4, 400) == pytest.approx(0.06)
+        assert cost.transfer_s(1 << 20) == pytest.approx(0.0025, rel=0.1), "loopback, where none was seen"
+    assert fitted(measured(a=Samples(prefills=PREFILLS))) == {}
+
+
+def test_errors_are_told_for_each_kind_of_work() -> None:
+    copies = [TransferSample(n_bytes=n, elapsed_s=0.001 + n / 1e9) for n in (10**6, 10**8)]
+    measurement = measured(
+        new=Samples(prefills=PREFILLS, steps=[*STEPS, StepSample(batch=1, context_tokens=100, elapsed_s=0.06)])
+    )
+    measurement.copies = copies
+    costs = fitted(measurement)
+    rows = {row.work: row for row in error_rows(costs["new"], measurement.samples["new"], copies)}
+    assert (rows["prefill"].samples, rows["prefill"].worst) == (6, pytest.approx(0.0, abs=1e-6))
+    assert rows["copy"].mean == pytest.approx(0.0, abs=1e-6)
+    assert 0.1 < rows["decode step"].mean < rows["decode step"].worst
+    out = io.StringIO()
+    show(measurement, costs, Console(file=out, width=120))
+    assert "decode step" in out.getvalue()
+    assert "loopback" not in out.getvalue()
