@@ -1,10 +1,12 @@
 """A mesh on this machine for a benchmark: `mooncake up` as a child process."""
 
+import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import psutil
 
@@ -22,10 +24,13 @@ class LocalMesh:
 
 
 @contextmanager
-def local_mesh(flags: Sequence[str]) -> Iterator[LocalMesh]:
-    """Run `mooncake up --port 0 FLAGS` for the length of the block. Raises RuntimeError when it does not get ready."""
+def local_mesh(flags: Sequence[str], settings: Mapping[str, str] = MappingProxyType({})) -> Iterator[LocalMesh]:
+    """Run `mooncake up --port 0 FLAGS` for the length of the block. Raises RuntimeError when it does not get ready.
+
+    *settings* are variables that its processes take theirs from (``MOONCAKE_CONDUCTOR_PLACEMENT`` …).
+    """
     command = [sys.executable, "-m", "mooncake_mesh", "up", "--port", "0", "--log-level", "error", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as up:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **settings}) as up:
         try:
             assert up.stdout is not None
             line = up.stdout.readline()
