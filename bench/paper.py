@@ -16,7 +16,7 @@ from rich.console import Console
 
 from bench.paper_beyond import NOT_RUN, b1_b2_sizing
 from bench.paper_cache import RunCache
-from bench.paper_overload import a8_early_rejection, b5_b6_hold
+from bench.paper_overload import a8_early_rejection, b4_queue_order, b5_b6_hold
 from bench.paper_reproduction import (
     a1_prefill_time,
     a2_policy_ladder,
@@ -40,6 +40,7 @@ EXPERIMENTS: Final[dict[str, Callable[[Bench], None]]] = {
     "A7": a7_global_cache,
     "A8": a8_early_rejection,
     "B1": b1_b2_sizing,
+    "B4": b4_queue_order,
     "B5": b5_b6_hold,
 }
 _QUICK: Final = ("A1", "A2", "A4", "A7")

@@ -1,9 +1,10 @@
-"""Overload: early rejection and holding where decoding is the bottleneck, and elsewhere (experiments A8, B5, B6).
+"""Overload: early rejection and holding where decoding is the bottleneck, and elsewhere (experiments A8, B4, B5, B6).
 
 ``hold`` stands for two things that the experiments tell apart: the gate at the decode node alone, with everything let
 in that is expected in time (B5), and the gate with admission by all KV in progress (B6, the live strategy).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import pstdev
@@ -16,6 +17,7 @@ from bench.traces import TraceRequest
 from bench.workloads import homogeneous
 from mooncake_mesh.config_scheduling import AdmissionKind
 from mooncake_mesh.policy.admission import Admission
+from mooncake_mesh.policy.queue_order import QueueRules
 
 _ANY: Final = 1e9
 _STRATEGIES: Final[dict[str, Admission]] = {
@@ -111,6 +113,30 @@ def b5_b6_hold(bench: Bench) -> None:
             bench.row("B6", f"{scenario.case}: hold / baseline, wasted prefill",
                       _wasted(runs["hold"], tbt_s).over(_wasted(base, tbt_s)), "ratio", most=0.10,
                       prototype="0 … 0.02")  # fmt: skip
+
+
+def b4_queue_order(bench: Bench) -> None:
+    """Slack-preserving order of the prefill queues against first come, first served: 12P4D with Algorithm 1."""
+    for name, speed, most, prototype in (
+        ("conversation", 3.3, 0.75, ".65"), ("tool-agent", 3.7, 0.65, ".52"), ("synthetic", 3.2, 0.65, ".50"),
+        ("conversation", 5.0, math.inf, "-"), ("tool-agent", 5.0, math.inf, "-"), ("synthetic", 5.0, math.inf, "-"),
+    ):  # fmt: skip
+        case, plain = f"{name} {speed}x", mesh(12, 4, admission=AdmissionKind.BASELINE)
+        work = [bench.workload(name, speed=speed, seed=seed) for seed in bench.seeds]
+        fcfs = [bench.run(requests, plain) for requests in work]
+        slack = [bench.run(requests, replace(plain, queue_rules=QueueRules())) for requests in work]
+        for queue, results in (("fcfs", fcfs), ("slack", slack)):
+            bench.row("B4", f"{case}: of tokens, {queue}", _tokens(results, TBT_SLO_S), "share", prototype="-")
+            bench.row("B4", f"{case}: good, {queue}", _good(results, TBT_SLO_S), "share", prototype="-")
+            bench.row("B4", f"{case}: mean TTFT, {queue}", _ttft(results), "s", prototype="-")
+        bench.row("B4", f"{case}: mean TTFT, slack / fcfs", _ttft(slack).over(_ttft(fcfs)), "ratio", most=most,
+                  prototype=prototype)  # fmt: skip
+        change = _tokens(slack, TBT_SLO_S).minus(_tokens(fcfs, TBT_SLO_S))
+        bench.row("B4", f"{case}: slack - fcfs, good tokens", change, "share", least=-0.01, prototype="≥ -0.02")
+
+
+def _ttft(results: list[RunResult]) -> Measured:
+    return Measured([r.mean_ttft_s() for r in results])
 
 
 def _runs(bench: Bench, scenario: Scenario, names: tuple[str, ...]) -> dict[str, list[RunResult]]:

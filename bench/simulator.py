@@ -24,6 +24,7 @@ from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh.peers import PeerTable
 from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling
+from mooncake_mesh.policy.queue_order import QueueRules
 from mooncake_mesh.policy.views import Objectives
 from mooncake_proto.ids import InstanceId, JobId
 from mooncake_proto.serving import Rejected, Schedule
@@ -39,7 +40,8 @@ class MeshSetup:
 
     ``max_new_tokens`` is what requests ask for: their true lengths are no secret to the engine, but to the scheduler.
     ``decode_shares`` lets the conductor find what decode nodes hold, as in the live system; the papers' algorithm
-    looks at prefill nodes only. ``longest_window_steps`` = 1 steps one by one.
+    looks at prefill nodes only. ``queue_rules`` order the prefill queues, None: first come, first served.
+    ``longest_window_steps`` = 1 steps one by one.
     """
 
     prefill: int
@@ -48,6 +50,7 @@ class MeshSetup:
     objectives: Objectives = field(default_factory=Objectives)
     scheduling: Scheduling = DEFAULT_SCHEDULING
     seed: int = 0
+    queue_rules: QueueRules | None = None
     chunk_tokens: int = 0
     max_batch: int = 1024
     max_new_tokens: int = 2048
@@ -176,6 +179,8 @@ class _Run:
             holders=self._holders,
             on_computing=self._send,
             on_computed=self._computed,
+            on_late=self._late,
+            rules=setup.queue_rules,
         )
 
     def _decode_shell(self, i: int) -> DecodeShell:
@@ -324,6 +329,13 @@ class _Run:
             flight.record.refused = reason
         else:
             self._start(again)
+
+    def _late(self, flight: Flight) -> None:
+        """It waited for its prefill in vain."""
+        self._open -= 1
+        flight.record.refused = "ttft_objective_in_queue"
+        if self._draws_more(flight):
+            self._decode_of[flight.placement.decode.instance_id].dropped(flight)
 
     def _first_token(self, flight: Flight) -> None:
         if flight.is_first_job:
