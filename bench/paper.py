@@ -17,6 +17,7 @@ from rich.console import Console
 from bench.paper_beyond import NOT_RUN, b1_b2_sizing
 from bench.paper_cache import RunCache
 from bench.paper_overload import a8_early_rejection, b4_queue_order, b5_b6_hold
+from bench.paper_plots import draw_report
 from bench.paper_reproduction import (
     a1_prefill_time,
     a2_policy_ladder,
@@ -28,6 +29,7 @@ from bench.paper_reproduction import (
 )
 from bench.paper_runs import Bench
 from bench.report import Report
+from bench.simulator_plots import NoMatplotlib
 from bench.traces import TraceMissing
 
 EXPERIMENTS: Final[dict[str, Callable[[Bench], None]]] = {
@@ -83,14 +85,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.note("The aims are for whole workloads: the first requests of one meet cold caches and an empty mesh.")
     report.note(NOT_RUN)
     report.finish(args)
+    pictures = []
+    if args.plot:
+        try:
+            pictures = draw_report(report.rows, args.plot)
+        except NoMatplotlib as missing:
+            sys.stderr.write(f"bench.paper: {missing}\n")
+            return 2
     if args.report:
         args.report.parent.mkdir(parents=True, exist_ok=True)
-        args.report.write_text(markdown(report))
+        args.report.write_text(markdown(report, pictures))
     return 0
 
 
-def markdown(report: Report) -> str:
-    """The report as one Markdown table."""
+def markdown(report: Report, pictures: Sequence[Path] = ()) -> str:
+    """The report as one Markdown table, and *pictures* below it."""
     lines = [
         f"# {report.title}",
         "",
@@ -104,7 +113,8 @@ def markdown(report: Report) -> str:
         lines.append(
             f"| {row.metric} | {row.value:.4g} | {row.unit} | {baseline} | {row.aim} | {met} | {row.n} | {spread} |"
         )
-    return "\n".join([*lines, "", *report.notes, ""])
+    lines += ["", *report.notes, "", *(f"![{path.stem}]({path.resolve()})" for path in pictures), ""]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

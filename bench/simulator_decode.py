@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from bench.simulator_flight import Flight
+from bench.simulator_flight import Flight, decode_job
 from bench.simulator_node import INCARNATION, SimNode
 from bench.simulator_results import Interval
 from mooncake_mesh.decode.core import DecodeCore
@@ -19,15 +19,12 @@ from mooncake_mesh.decode.sequences import DecodeSequence, QueueFull, SequenceSt
 from mooncake_mesh.errors import NoFreeBlocks, Rejected
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_proto.control import Load, Member, Role
-from mooncake_proto.ids import InstanceId, JobId, TransferId
-from mooncake_proto.serving import DecodeJob, Sampling, Stopping
+from mooncake_proto.ids import InstanceId, JobId
 from mooncake_proto.transfer import Acquire, Acquired
 
 _STEP_MEMORY: Final = 0.9
 _GROW_AHEAD_TOKENS: Final = 8
 """The core asks for room this long before a sequence needs it; a window ends there, so that it can."""
-
-_SAMPLING: Final = Sampling(temperature=0.0)
 
 
 class DecodeShell:
@@ -136,24 +133,7 @@ class DecodeShell:
 
     def submit(self, flight: Flight, output_tokens: int) -> None:
         """Enter a job of which *output_tokens* are drawn in all; its blocks are asked for at once."""
-        gate = flight.gate
-        job = DecodeJob(
-            job_id=flight.job_id,
-            transfer_id=TransferId(f"kv-{flight.job_id}"),
-            incarnation=INCARNATION,
-            tokens=bytes(4 * flight.prompt_tokens),
-            keys=flight.keys,
-            key_root=bytes(16),
-            sampling=_SAMPLING,
-            stopping=Stopping(max_new_tokens=output_tokens),
-            drawn_tokens=flight.drawn,
-            stream_endpoint="sim://gateway",
-            deadline_s=math.inf,
-            gate=gate,
-            first_token_within_s=None
-            if gate is None or flight.placement.ttft_slo_s is None
-            else max(0.0, flight.record.arrival_s + flight.placement.ttft_slo_s - self.node.clock.now_s),
-        )
+        job = decode_job(flight, output_tokens, self.node.clock.now_s)
         sequence = self.core.submit(job, self.node.clock.now_s)
         assert not isinstance(sequence, QueueFull), "the simulated queue has no end"
         self._flights[flight.job_id] = flight

@@ -3,10 +3,11 @@
 import math
 from dataclasses import dataclass, field
 
+from bench.simulator_node import INCARNATION
 from bench.simulator_results import Interval, RequestRecord, longest_mean_s, mean_s
 from bench.traces import TraceRequest
-from mooncake_proto.ids import InstanceId, JobId
-from mooncake_proto.serving import DecodeGate, Placement
+from mooncake_proto.ids import InstanceId, JobId, TransferId
+from mooncake_proto.serving import DecodeGate, DecodeJob, Placement, Sampling, Stopping
 
 
 @dataclass(slots=True)
@@ -55,3 +56,24 @@ class Flight:
         self.record.finished_s = now_s
         self.record.tbt_s = longest_mean_s(self.intervals)
         self.record.tbt_mean_s = mean_s(self.intervals)
+
+
+def decode_job(flight: Flight, output_tokens: int, now_s: float) -> DecodeJob:
+    """What the gateway sends the decode worker: *output_tokens* are drawn in all, and tokens are zeros."""
+    gate, ttft_slo_s = flight.gate, flight.placement.ttft_slo_s
+    left_s = None if ttft_slo_s is None else max(0.0, flight.record.arrival_s + ttft_slo_s - now_s)
+    return DecodeJob(
+        job_id=flight.job_id,
+        transfer_id=TransferId(f"kv-{flight.job_id}"),
+        incarnation=INCARNATION,
+        tokens=bytes(4 * flight.prompt_tokens),
+        keys=flight.keys,
+        key_root=bytes(16),
+        sampling=Sampling(temperature=0.0),
+        stopping=Stopping(max_new_tokens=output_tokens),
+        drawn_tokens=flight.drawn,
+        stream_endpoint="sim://gateway",
+        deadline_s=math.inf,
+        gate=gate,
+        first_token_within_s=None if gate is None else left_s,
+    )
