@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.report import Row
-from bench.simulator_plots import pyplot, save
+from bench.simulator_plots import load_pyplot, save
 
 
 def draw_report(rows: Sequence[Row], folder: Path) -> list[Path]:
@@ -20,7 +20,7 @@ def draw_report(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 def _draw(id_: str, rows: Sequence[Row], path: Path) -> Path:
     """Bars from the top; whiskers span the seeds, and the aim stands at the end of each label."""
-    plot = pyplot()
+    plot = load_pyplot()
     figure, axes = plot.subplots(figsize=(9.0, 0.8 + 0.42 * len(rows)), layout="constrained")
     for place, row in enumerate(rows):
         value = row.value if math.isfinite(row.value) else 0.0

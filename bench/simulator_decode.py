@@ -98,6 +98,7 @@ class DecodeShell:
         stepped = min(self._steps_by(self.node.clock.now_s), self._steps)
         return Load(
             blocks_total=self._batch_blocks,
+            max_batch=core.max_batch,
             queued_jobs=waiting,
             queued_tokens=core.waiting_tokens,
             running_jobs=core.n_jobs - waiting,

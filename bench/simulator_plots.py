@@ -14,7 +14,7 @@ class NoMatplotlib(Exception):
 
 def draw_runs(results: Sequence[RunResult], folder: Path) -> list[Path]:
     """Write ``ttft.png``, ``tbt.png`` and ``load.png`` for *results*; their paths. Raises NoMatplotlib."""
-    plot = pyplot()
+    plot = load_pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for name, title, read in (
@@ -40,7 +40,7 @@ def draw_lines(
     lines: dict[str, Sequence[tuple[float, float]]], path: Path, *, title: str, x: str, y: str
 ) -> list[Path]:
     """One picture of named lines of (x, y) points. Raises NoMatplotlib."""
-    plot = pyplot()
+    plot = load_pyplot()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = plot.subplots(figsize=(6.4, 4.0), layout="constrained")
     for name, points in lines.items():
@@ -74,7 +74,7 @@ def save(plot: Any, figure: Any, path: Path) -> Path:
     return path
 
 
-def pyplot() -> Any:
+def load_pyplot() -> Any:
     """matplotlib without a display. Raises NoMatplotlib."""
     try:
         matplotlib = importlib.import_module("matplotlib")

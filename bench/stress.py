@@ -151,7 +151,8 @@ class Stress:
         for node in self._nodes:
             samples = [sample for sample in self.auditor.samples.get(node.name, []) if sample.life == node.life]
             if samples:
-                lines.append(f"{node.name}, life {node.life}: first {samples[0]}; last {samples[-1]}")
+                lines.append(f"{node.name}, life {node.life}, at rest:")
+                lines += [f"  {samples[at]}" for at in sorted({0, len(samples) // 2, len(samples) - 1})]
         for name, load in self.auditor.loads.items():
             lines.append(
                 f"{name} at the end: {load.running_jobs} jobs, {load.blocks_free} free + {load.blocks_evictable} "

@@ -23,7 +23,7 @@ from mooncake_mesh.config import PagesKind
 _SMALLEST: Final = 4 << 10
 _QUICK_SIZES: Final = (64 << 10, 1 << 20, 4 << 20)
 _POOL_SIZES: Final = (64 << 10, 1 << 20, 4 << 20)
-_SSD_SIZES: Final = (1 << 20,)
+_JUDGED_SIZES: Final = (1 << 20,)
 _POOLS: Final = ("pool-auto", "pool-auto-xxh3", "pool-tcp", "pool-tcp-xxh3")
 _AT_ONCE: Final = 16
 _LEAST_ROUNDS: Final = 3
@@ -44,23 +44,23 @@ PATHS: Final = (
     MeasuredPath(label="shm, one copy, 2 MiB pages", rig="links-huge", op="shm", sizes=_ALL_SIZES),
     MeasuredPath(label="tcp, 2 MiB pages", rig="links-huge", op="tcp", sizes=_ALL_SIZES),
     *[
-        MeasuredPath(label=f"pool {op}, {how}", rig=f"pool-{rig}", op=op, sizes=_POOL_SIZES)
-        for how, rig in (
-            ("auto", "auto"),
-            ("auto, checksums", "auto-xxh3"),
-            ("tcp", "tcp"),
-            ("tcp, checksums", "tcp-xxh3"),
+        MeasuredPath(label=f"pool {op}, {how}", rig=f"pool-{rig}", op=op, sizes=sizes)
+        for how, rig, sizes in (
+            ("auto", "auto", _POOL_SIZES),
+            ("auto, checksums", "auto-xxh3", _JUDGED_SIZES),  # each size starts messengers of its own
+            ("tcp", "tcp", _POOL_SIZES),
+            ("tcp, checksums", "tcp-xxh3", _JUDGED_SIZES),
         )
         for op in ("put", "get")
     ],
-    MeasuredPath(label="disk, direct reads, 2 threads", rig="disk", op="disk-read", sizes=_SSD_SIZES),
-    MeasuredPath(label="pool get from SSD, auto", rig="pool-auto", op="ssd-get", sizes=_SSD_SIZES),
-    MeasuredPath(label="pool get from SSD, tcp", rig="pool-tcp", op="ssd-get", sizes=_SSD_SIZES),
+    MeasuredPath(label="disk, direct reads, 2 threads", rig="disk", op="disk-read", sizes=_JUDGED_SIZES),
+    MeasuredPath(label="pool get from SSD, auto", rig="pool-auto", op="ssd-get", sizes=_JUDGED_SIZES),
+    MeasuredPath(label="pool get from SSD, tcp", rig="pool-tcp", op="ssd-get", sizes=_JUDGED_SIZES),
     MeasuredPath(label="Mooncake engine, tcp write", rig="engine", op="write", sizes=_ALL_SIZES),
     MeasuredPath(label="Mooncake engine, tcp read", rig="engine", op="read", sizes=_ALL_SIZES),
     MeasuredPath(label="Mooncake Store, put", rig="store", op="put", sizes=_POOL_SIZES),
     MeasuredPath(label="Mooncake Store, get", rig="store", op="get", sizes=_POOL_SIZES),
-    MeasuredPath(label="Mooncake Store, get from SSD", rig="ssd", op="ssd-get", sizes=_SSD_SIZES),
+    MeasuredPath(label="Mooncake Store, get from SSD", rig="ssd", op="ssd-get", sizes=_JUDGED_SIZES),
     MeasuredPath(label="NIXL tcp, write", rig="nixl-tcp", op="write", sizes=_ALL_SIZES),
     MeasuredPath(label="NIXL tcp, read", rig="nixl-tcp", op="read", sizes=_ALL_SIZES),
     MeasuredPath(label="NIXL default, write", rig="nixl", op="write", sizes=_ALL_SIZES),

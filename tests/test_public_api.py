@@ -118,7 +118,8 @@ def test_both_clients_have_the_same_calls(name: str) -> None:
 
 
 def test_every_role_of_the_wire_is_a_command() -> None:
-    assert {role.value for role in Role} <= set(SECTIONS)
+    further_stage = {Role.STAGE.value}  # mooncake prefill --pipeline-stage N
+    assert {role.value for role in Role} - further_stage <= set(SECTIONS)
 
 
 @pytest.mark.parametrize("module", ["mooncake_mesh.client", "mooncake_mesh.__main__"])

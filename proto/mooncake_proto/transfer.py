@@ -128,6 +128,32 @@ class Seal:
     keys: PackedKeys
 
 
+@message("transfer.open_write")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenWrite:
+    """Stage of a prefill instance → messenger: it writes its layers of blocks ``first_block`` onwards of a job now.
+
+    The job is that of another process, the instance's head, which may end at any time; its blocks go to nobody else
+    before the write is closed, or the stage is gone. Answered by Ok, or by Failure when the job has ended already.
+    """
+
+    job_id: JobId
+    instance_id: InstanceId
+    incarnation: Incarnation
+    first_block: Natural
+    n_blocks: Natural
+
+
+@message("transfer.close_write")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseWrite:
+    """The write of OpenWrite is over. Answered by Ok, after every SliceReady that the stage sent before."""
+
+    job_id: JobId
+    incarnation: Incarnation
+    first_block: Natural
+
+
 @message("transfer.release")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:

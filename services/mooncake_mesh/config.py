@@ -8,8 +8,6 @@ An address that other machines reach is bound only with ``keys``, or where ``all
 docs/security.md.
 """
 
-import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
@@ -22,12 +20,15 @@ from mooncake_mesh.config_checks import (
     connected,
     host_and_port,
     ids,
+    in_chunks,
     listening,
     whole_blocks,
     words,
 )
 from mooncake_mesh.config_commands import ChatConfig, ProfileConfig, StatusConfig
+from mooncake_mesh.config_pipeline import PipelineConfig, layer_counts
 from mooncake_mesh.config_rdma import RdmaConfig
+from mooncake_mesh.config_run_dir import default_run_dir
 from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind, QueueOrderKind
 from mooncake_mesh.config_tenants import tenant_shares
 from mooncake_mesh.kv.eviction import EvictionKind
@@ -44,12 +45,6 @@ LogFormat = config_kinds.LogFormat
 LogLevel = config_kinds.LogLevel
 PagesKind = config_kinds.PagesKind
 TransportKind = config_kinds.TransportKind
-
-
-def default_run_dir() -> Path:
-    """Folder of this user's sockets: ``$XDG_RUNTIME_DIR/mooncake``, or one in the folder for temporary files."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime) / "mooncake" if runtime else Path(tempfile.gettempdir()) / f"mooncake-{os.getuid()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +236,7 @@ class PrefillConfig:
     block_tokens: Annotated[int, "tokens of a KVCache block; equal in the whole mesh"] = 16
     chunk_tokens: Annotated[int, "prompt tokens of one forward, whole blocks; 0 takes a prompt in one go"] = 512
     max_queued_jobs: Annotated[int, "jobs that may wait; more are refused"] = 256
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     queue_order: Annotated[
         QueueOrderKind, "slack: by priority, fair share and due time, where nobody loses by it; fcfs: as they come"
     ] = QueueOrderKind.SLACK
@@ -259,6 +255,7 @@ class PrefillConfig:
         at_least(self, 0.0, "drain_s")
         at_least(self, 1, "threads", "block_tokens", "max_queued_jobs")
         whole_blocks(self.chunk_tokens, self.block_tokens)
+        in_chunks(self.chunk_tokens, self.pipeline.stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +305,8 @@ class UpConfig:
     block_tokens: Annotated[int, "tokens of a KVCache block"] = 16
     chunk_tokens: Annotated[int, "prompt tokens of one forward, whole blocks; 0 takes a prompt in one go"] = 512
     prefill: Annotated[int, "prefill instances"] = 1
+    prefill_stages: Annotated[int, "processes of each prefill instance, with some of the layers each"] = 1
+    prefill_split: Annotated[str, "layers of each stage, such as 16,14; evenly otherwise"] = ""
     decode: Annotated[int, "decode instances"] = 1
     arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
     pages: Annotated[PagesKind, "pages of that memory: hugetlb, transparent, small or auto"] = PagesKind.AUTO
@@ -328,9 +327,12 @@ class UpConfig:
     def __post_init__(self) -> None:
         words(self, "model")
         listening(self, host="host", port="port")
-        at_least(self, 1, "threads", "block_tokens", "prefill", "decode")
+        at_least(self, 1, "threads", "block_tokens", "prefill", "prefill_stages", "decode")
         at_least(self, 1 * MiB, "arena_bytes", "ssd_bytes")
         whole_blocks(self.chunk_tokens, self.block_tokens)
+        in_chunks(self.chunk_tokens, self.prefill_stages)
+        if self.prefill_split and len(layer_counts("prefill_split", self.prefill_split)) != self.prefill_stages:
+            raise ValueError(f"prefill_split: must count the layers of {self.prefill_stages} stages")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import ipaddress
 import math
 import os
 import re
+from collections.abc import Sequence
 from typing import Final
 
 IPC_PATH_LIMIT_BYTES: Final = 107
@@ -49,6 +50,17 @@ def words(config: object, *names: str) -> None:
 def whole_blocks(chunk_tokens: int, block_tokens: int) -> None:
     if chunk_tokens < 0 or chunk_tokens % block_tokens:
         raise ValueError(f"chunk_tokens: must be 0 or a multiple of block_tokens ({block_tokens}), got {chunk_tokens}")
+
+
+def in_chunks(chunk_tokens: int, stages: int) -> None:
+    if stages > 1 and chunk_tokens == 0:
+        raise ValueError("chunk_tokens: must be above 0 where an instance has stages: they work on chunks")
+
+
+def connected_each(name: str, endpoints: Sequence[str]) -> None:
+    """The one field holds endpoints to connect to."""
+    for endpoint in endpoints:
+        _tcp_host(name, endpoint, least_port=1)
 
 
 def connected(config: object, *names: str) -> None:

@@ -73,8 +73,10 @@ class Mesh:
     """Context manager of one mesh. Names are those of the instances: gateway0, conductor, prefill0, messenger1 …
 
     ``prefill_nodes`` and ``decode_nodes`` hold the node of each instance, so ``decode_nodes=(1, 2)`` makes decode0 on
-    node1 and decode1 on node2. ``flags`` and ``environ`` add to a role's or an instance's command line (a flag that is
-    given twice counts as its last value). With ``engine="transformers"`` say which model by ``model`` and ``dtype``.
+    node1 and decode1 on node2. Each prefill instance has ``prefill_stages`` processes.
+
+    ``flags`` and ``environ`` add to a role's or an instance's command line (a flag that is given twice counts as its
+    last value). With ``engine="transformers"`` say which model by ``model`` and ``dtype``.
     """
 
     alive: ClassVar[list["Mesh"]] = []
@@ -89,6 +91,7 @@ class Mesh:
         model: str = MODEL,
         dtype: str = "bfloat16",
         prefill_nodes: Sequence[int] = (0,),
+        prefill_stages: int = 1,
         decode_nodes: Sequence[int] = (1,),
         arena_bytes: str = "64MiB",
         flags: Mapping[str, Sequence[str]] | None = None,
@@ -113,7 +116,8 @@ class Mesh:
         for role, nodes in (("prefill", prefill_nodes), ("decode", decode_nodes)):
             for number, node in enumerate(nodes):
                 place = [conductor, f"--node-id=node{node}", f"--messenger={self._ipc(f'messenger{node}')}"]
-                self._add(role, f"{role}{number}", [*place, *worker])
+                stages = prefill_stages if role == "prefill" else 1
+                self._add_stages(role, f"{role}{number}", [*place, *worker], stages)
         tokenizer = [f"--engine={engine}", f"--model={model}"]
         stream = f"--stream-bind={self._ipc('tokens')}"
         self._add("gateway", "gateway0", [conductor, "--port=0", stream, *tokenizer], endpoint=self._ipc("sdk"))
@@ -338,6 +342,17 @@ class Mesh:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _add_stages(self, role: str, name: str, flags: list[str], stages: int) -> None:
+        """One worker, or the processes of a prefill instance: the further stages of prefill0 are prefill0-1 …"""
+        if stages == 1:
+            self._add(role, name, flags)
+            return
+        further = [f"{name}-{stage}" for stage in range(1, stages)]
+        shape = [*flags, f"--pipeline-stages={stages}", f"--pipeline-run-dir={self.folder}"]
+        self._add(role, name, [*shape, f"--pipeline-endpoints={','.join(map(self._ipc, further))}"])
+        for stage, each in enumerate(further, 1):
+            self._add(role, each, [*shape, f"--pipeline-stage={stage}"])
 
     def _add(self, role: str, name: str, flags: list[str], *, endpoint: str = "") -> None:
         endpoint = endpoint or self._ipc(name)

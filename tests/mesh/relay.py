@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from mooncake_mesh.messenger.transports.frames import ENTRY, HEAD, HELLO, Carriage, Kind
+from mooncake_mesh.messenger.transports.link_auth import HELLO_BYTES
 
 _IO_TIMEOUT_S = 60.0
 
@@ -101,9 +102,9 @@ class Relay:
             sink.sendall(data)
 
     def _forward_frames(self, source: socket.socket, sink: socket.socket) -> None:
-        hello = _exactly(source, HELLO.size)
+        hello = _exactly(source, HELLO_BYTES)
         sink.sendall(hello)
-        if HELLO.unpack(hello)[1] != Kind.CONTROL:
+        if HELLO.unpack(hello[: HELLO.size])[1] != Kind.CONTROL:
             self._forward_bytes(source, sink)
             return
         while True:

@@ -205,7 +205,7 @@ def test_bfloat16_answers() -> None:
 
 
 def test_another_architecture_equals_generate(tmp_path: Path) -> None:
-    """A folder with a random Qwen2: its prompts cross blocks and chunks."""
+    """A folder with a random Qwen2 of three layers: its prompts cross blocks, chunks and two uneven stages."""
     from tests.mesh.greedy_reference import GreedyReference
     from tests.mesh.tiny_models import save_qwen2
 
@@ -219,7 +219,8 @@ def test_another_architecture_equals_generate(tmp_path: Path) -> None:
             engine="transformers",
             model=str(tmp_path),
             dtype="float32",
-            flags={**PATIENT, "prefill": ["--chunk-tokens=32"]},
+            flags={**PATIENT, "prefill": ["--chunk-tokens=32", "--pipeline-split=1,2"]},
+            prefill_stages=2,
             ready_s=120,
         ) as mesh,
         Served(mesh) as served,

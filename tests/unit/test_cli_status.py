@@ -10,7 +10,18 @@ from rich.console import Console
 from mooncake_mesh.cli import status
 from mooncake_mesh.config_commands import StatusConfig
 from mooncake_mesh.errors import CallTimeout
-from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, Role, StatusQuery, StatusReport
+from mooncake_proto.control import (
+    ClassReport,
+    ClusterState,
+    Health,
+    Latency,
+    Load,
+    Member,
+    MemberState,
+    Role,
+    StatusQuery,
+    StatusReport,
+)
 from mooncake_proto.ids import Incarnation, InstanceId, NodeId
 
 
@@ -61,6 +72,13 @@ def test_table() -> None:
         ["messenger", "messenger0", "node0", "alive", "-", "-", "60", "30", "100", "7/50", "shm,tcp", "hugetlb"],
         ["healthy:", "up", "61", "s,", "5", "placed,", "1", "rejected"],
     ]
+
+
+def test_blocks_of_tenants_are_shown_where_there_are_tenants() -> None:
+    one = _member(Role.MESSENGER, "messenger0", Load(blocks_total=100, tenants={"acme": 40, "": 3}))
+    assert ["blocks", "of", "tenants", "on", "node0:", "acme", "40,", "(none)", "3"] in _shown(_report(one))
+    none = _member(Role.MESSENGER, "messenger0", Load(blocks_total=100, tenants={"": 3}))
+    assert not any("tenants" in line for line in _shown(_report(none)))
 
 
 def test_unhealthy_mesh_says_why() -> None:
@@ -121,3 +139,26 @@ def test_json_output_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert status.run(StatusConfig(json=True)) == status.NOT_HEALTHY
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["reasons"] == ["no decode instance", "no gateway"]
+
+
+def test_classes_show_their_goodput_and_which_objective_is_missed() -> None:
+    one = ClassReport(
+        name="standard",
+        requests=11,
+        finished=8,
+        refused=2,
+        failed=0,
+        cancelled=1,
+        good=7,
+        good_per_s=0.5,
+        tokens=900,
+        good_tokens=500,
+        wasted_tokens=40,
+        ttft=Latency(p50_s=0.5, p90_s=2.5, p99_s=3.0, objective_s=2.0),
+        tbt=Latency(p50_s=0.05, p90_s=0.1, p99_s=0.2, objective_s=None),
+        refusals={"ttft_objective": 2},
+    )
+    lines = _shown(replace(_report(), classes=(one,)))
+    told = ["standard", "10", "2", "0", "7", "(70%)", "0.50", "0.500", "s", "2.500", "s", ">", "2"]
+    assert [*told, "0.050", "s", "0.100", "s", "40"] in lines
+    assert json.loads(status.as_json(replace(_report(), classes=(one,))))["classes"][0]["good"] == 7

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,8 @@ from mooncake_mesh.config import (
     TransportKind,
     UpConfig,
 )
+from mooncake_mesh.config_pipeline import PipelineConfig
+from mooncake_mesh.kv.layers import StagePart
 from mooncake_mesh.kv.layout import KvDtype
 
 RUN_DIR = Path("/tmp/m")
@@ -148,3 +151,44 @@ def test_each_node_has_its_own_folder_for_blocks_that_leave_its_arena() -> None:
         (Path("/data/kv/node0"), 3 << 30),
         (Path("/data/kv/node1"), 3 << 30),
     ]
+
+
+def test_a_prefill_instance_of_several_stages() -> None:
+    plan = plan_mesh(UpConfig(prefill=2, prefill_stages=3, prefill_split="10, 12,8"), RUN_DIR, 1)
+    configs = _loaded(plan)
+    assert {name for name in configs if name.startswith("prefill")} == {
+        *("prefill0", "prefill0-1", "prefill0-2"),
+        *("prefill1", "prefill1-1", "prefill1-2"),
+    }
+    head, last = configs["prefill1"], configs["prefill1-2"]
+    assert isinstance(head, PrefillConfig)
+    assert isinstance(last, PrefillConfig)
+    assert head.pipeline.part == StagePart(stage=0, stages=3, split=(10, 12, 8))
+    assert last.pipeline.part == StagePart(stage=2, stages=3, split=(10, 12, 8))
+    stages = [configs["prefill1-1"], configs["prefill1-2"]]
+    assert head.pipeline.stage_endpoints == tuple(stage.bind for stage in stages if isinstance(stage, PrefillConfig))
+    order = {child.name: child.stage for child in plan.children}
+    assert order["prefill1"] < order["prefill1-1"]  # the head finishes its jobs first
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "path"),
+    [
+        ({"stages": 2}, "endpoints"),
+        ({"stages": 2, "stage": 2}, "stage"),
+        ({"stages": 2, "stage": 1, "split": "3"}, "split"),
+        ({"stages": 2, "stage": 1, "split": "3,x"}, "split"),
+        ({"stages": 2, "stage": 1, "split": "3,0"}, "split"),
+        ({"stages": 2, "endpoints": "nowhere"}, "endpoints"),
+    ],
+)
+def test_impossible_stages_are_refused(pipeline: dict[str, Any], path: str) -> None:
+    with pytest.raises(ValueError, match=f"^{path}: "):
+        PipelineConfig(**pipeline)
+
+
+def test_stages_need_chunks() -> None:
+    with pytest.raises(ValueError, match=r"^chunk_tokens: "):
+        UpConfig(prefill_stages=2, chunk_tokens=0)
+    with pytest.raises(ValueError, match=r"^prefill_split: "):
+        UpConfig(prefill_stages=2, prefill_split="3,3,3")

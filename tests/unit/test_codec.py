@@ -128,7 +128,7 @@ def changed(body: object, path: list[str | int], value: object) -> list[bytes]:
             ["member", "role"],
             "king",
             "member.role",
-            "expected one of gateway, conductor, prefill, decode, messenger, got 'king'",
+            "expected one of gateway, conductor, prefill, decode, messenger, stage, got 'king'",
         ),
         (FIRST, ["finish"], 1, "finish", "expected one of stop, length, cancelled, got int"),
         # out of range

@@ -10,7 +10,7 @@ from mooncake_mesh.kv.block_pool import BlockState, NoRoom
 from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.landing import LandingState, SliceSpan
 from mooncake_proto.ids import BlockId, BlockKey, Incarnation, InstanceId, JobId, TransferId
-from mooncake_proto.transfer import Acquire, Acquired, PushBlocks
+from mooncake_proto.transfer import Acquire, Acquired, CloseWrite, OpenWrite, PushBlocks
 
 N_BLOCKS, BLOCK_BYTES, LAYERS = 8, 64, 4
 WORKER, LIFE = InstanceId("w"), Incarnation("life-1")
@@ -325,3 +325,55 @@ def test_only_a_job_that_is_here_can_send_and_only_what_it_has(core: MessengerCo
         core.start_send(TransferId("t"), JobId("j"), 2, LAYERS)
     with pytest.raises(InvalidRequest):
         core.start_send(TransferId("u"), JobId("j"), 2, 0)
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def stage_write(job: str, first: int, n: int, life: str = "stage-1") -> OpenWrite:
+    return OpenWrite(
+        job_id=JobId(job),
+        instance_id=InstanceId("s"),
+        incarnation=Incarnation(life),
+        first_block=first,
+        n_blocks=n,
+    )
+
+
+def close_write(job: str, first: int, life: str = "stage-1") -> CloseWrite:
+    return CloseWrite(job_id=JobId(job), incarnation=Incarnation(life), first_block=first)
+
+
+def test_a_stage_keeps_blocks_from_the_next_owner_until_it_has_written(core: MessengerCore) -> None:
+    got(core, want("a", 3))
+    core.open_write(stage_write("a", 1, 2))
+    core.release(JobId("a"), "its head died")
+    assert core.pool.free_blocks == N_BLOCKS - 2
+    core.close_write(close_write("a", 1))
+    assert core.pool.free_blocks == N_BLOCKS
+    core.close_write(close_write("a", 1))  # again is fine
+
+
+def test_what_a_dead_stage_wrote_is_over(core: MessengerCore) -> None:
+    got(core, want("a", 3))
+    core.open_write(stage_write("a", 0, 1))
+    core.open_write(stage_write("a", 1, 1))
+    core.open_write(stage_write("a", 0, 1, life="stage-2"))
+    core.release(JobId("a"), "its head died")
+    core.writer_gone(Incarnation("stage-1"))
+    assert core.pool.free_blocks == N_BLOCKS - 1
+    core.writer_gone(Incarnation("stage-2"))
+
+
+def test_a_stage_writes_only_what_its_job_may_write(core: MessengerCore) -> None:
+    got(core, want("a", 2, A))
+    core.seal(JobId("a"), 0, [A])
+    for first, n in ((0, 1), (1, 2), (5, 1)):
+        with pytest.raises(InvalidRequest):
+            core.open_write(stage_write("a", first, n))
+    core.open_write(stage_write("a", 1, 1))
+    with pytest.raises(InvalidRequest):  # it writes these already
+        core.open_write(stage_write("a", 1, 1))
+    core.close_write(close_write("a", 1))
+    with pytest.raises(SliceLost):
+        core.open_write(stage_write("b", 0, 1))

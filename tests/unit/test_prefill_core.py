@@ -319,3 +319,18 @@ def test_who_waits_in_vain_is_named_until_it_is_stopped() -> None:
     vain.stop = Aborted("told")
     assert c.late_jobs(6.1) == []
     assert core().late_jobs(1e9) == [], "first come, first served, however late"
+
+
+def test_behind_a_head_chunks_get_shorter() -> None:
+    c = PrefillCore(chunk_tokens=1024, block_tokens=BLOCK_TOKENS, max_queued_jobs=8, stages=2)
+    entry = submitted(c, "a", 16_000)
+    c.move(entry, JobStage.ACQUIRING)
+    c.acquired(entry, tuple(range(4000)), 0)
+    sizes = [chunk.end - chunk.start for chunk in c.chunks(entry)]
+    assert sum(sizes) == 16_000
+    assert sizes[0] > 1.5 * sizes[-2]
+    assert all(size % BLOCK_TOKENS == 0 for size in sizes[:-1])
+    for chunk in c.chunks(entry):  # attention costs nothing after all
+        c.chunk_passed(chunk, 0.1 + 1e-3 * (chunk.end - chunk.start))
+    sizes = [chunk.end - chunk.start for chunk in c.chunks(entry)]
+    assert max(sizes) - min(sizes) <= 2 * BLOCK_TOKENS

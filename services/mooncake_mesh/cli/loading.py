@@ -18,12 +18,13 @@ from mooncake_mesh.cli import values
 from mooncake_mesh.cli.settings import PREFIX, Setting, flat, section_of, settings_of
 from mooncake_mesh.cli.values import Value
 from mooncake_mesh.config import SECTIONS, FakeConfig, RoleConfig
+from mooncake_mesh.config_pipeline import PipelineConfig
 from mooncake_mesh.config_rdma import ALIASES, RdmaConfig
 from mooncake_mesh.errors import ConfigError
 
 C = TypeVar("C", bound=RoleConfig)
 
-_TABLES: Final[dict[str, type]] = {"fake": FakeConfig, "rdma": RdmaConfig}
+_TABLES: Final[dict[str, type]] = {"fake": FakeConfig, "pipeline": PipelineConfig, "rdma": RdmaConfig}
 """Nested tables, by name."""
 
 

@@ -33,7 +33,7 @@ HEALTHY: Final = 0
 NOT_HEALTHY: Final = 1
 UNREACHABLE: Final = 2
 
-_ORDER: Final = (Role.CONDUCTOR, Role.GATEWAY, Role.PREFILL, Role.DECODE, Role.MESSENGER)
+_ORDER: Final = (Role.CONDUCTOR, Role.GATEWAY, Role.PREFILL, Role.STAGE, Role.DECODE, Role.MESSENGER)
 _STYLES: Final = {Health.ALIVE: "green", Health.SUSPECT: "yellow", Health.DEAD: "red"}
 _PLAIN_WIDTH: Final = 160  # a pipe has no width; rich would cut the table at 80
 

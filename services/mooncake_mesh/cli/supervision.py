@@ -24,8 +24,9 @@ class StopStage(enum.IntEnum):
 
     GATEWAY = 0
     WORKERS = 1
-    MESSENGERS = 2
-    CONDUCTOR = 3
+    STAGES = 2
+    MESSENGERS = 3
+    CONDUCTOR = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from mooncake_mesh.cli.settings import flags_of
 from mooncake_mesh.cli.supervision import StopStage
 from mooncake_mesh.config import SECTIONS, EngineKind, UpConfig
 from mooncake_mesh.config_checks import socket_path
+from mooncake_mesh.config_pipeline import PipelineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +82,31 @@ def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
         worker = {"messenger": messenger, **node, **_engine(config), **shared}
         if role == "prefill":
             worker["chunk_tokens"] = config.chunk_tokens
-        names = [f"{role}{index}" for index in range(count)]
-        children += [_child(role, name, StopStage.WORKERS, bind=_ipc(run_dir, name), **worker) for name in names]
+        for index in range(count):
+            name = f"{role}{index}"
+            if role == "prefill" and config.prefill_stages > 1:
+                children += _stages(config, name, run_dir, worker)
+            else:
+                children.append(_child(role, name, StopStage.WORKERS, bind=_ipc(run_dir, name), **worker))
     return MeshPlan(children=tuple(children), sdk_endpoint=sdk, conductor_endpoint=conductor)
+
+
+def _stages(config: UpConfig, name: str, run_dir: Path, worker: dict[str, Any]) -> list[ChildSpec]:
+    """The processes of one prefill instance, the head last: it finds the others there."""
+    names = [name, *(f"{name}-{stage}" for stage in range(1, config.prefill_stages))]
+    endpoints = [_ipc(run_dir, each) for each in names]
+    children = []
+    for stage in reversed(range(config.prefill_stages)):
+        pipeline = PipelineConfig(
+            stage=stage,
+            stages=config.prefill_stages,
+            split=config.prefill_split,
+            endpoints="" if stage else ",".join(endpoints[1:]),
+            run_dir=run_dir,
+        )
+        stop = StopStage.STAGES if stage else StopStage.WORKERS
+        children.append(_child("prefill", names[stage], stop, bind=endpoints[stage], pipeline=pipeline, **worker))
+    return children
 
 
 def _ssd(config: UpConfig, node_id: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class DecodeCore:
 
     def __init__(self, *, block_tokens: int, max_batch: int, max_jobs: int, step_cost: StepCost | None = None) -> None:
         self._block_tokens = block_tokens
-        self._max_batch = max_batch
+        self.max_batch = max_batch
         self._max_jobs = max_jobs
         self._step_cost = step_cost
         self._sequences: dict[JobId, DecodeSequence] = {}
@@ -182,7 +182,7 @@ class DecodeCore:
 
     def _batch(self) -> Batch:
         running = [seq for seq in self._sequences.values() if seq.stage in ACTIVE and seq.is_granted]
-        return Batch(jobs=len(running), tokens=sum(seq.length for seq in running), max_jobs=self._max_batch)
+        return Batch(jobs=len(running), tokens=sum(seq.length for seq in running), max_jobs=self.max_batch)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -198,8 +198,8 @@ class DecodeCore:
                     running.append(sequence)
                 elif sequence.stage is SequenceStage.READY and sequence.is_granted:
                     ready.append(sequence)
-        batch = running[: self._max_batch]
-        joining = ready[: self._max_batch - len(batch)]
+        batch = running[: self.max_batch]
+        joining = ready[: self.max_batch - len(batch)]
         for sequence in joining:
             self._move(sequence, SequenceStage.RUNNING)
         return batch + joining

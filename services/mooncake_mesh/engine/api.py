@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mooncake_mesh.kv.layers import LayerRange
 from mooncake_mesh.kv.layout import KvLayout
 from mooncake_proto.serving import Sampling, TokenLogprob
 
@@ -18,13 +19,19 @@ TokenArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The loaded model as the mesh sees it. ``fingerprint`` covers weights' origin, config and tokenizer."""
+    """The loaded model as the mesh sees it. ``fingerprint`` covers weights' origin, config and tokenizer.
+
+    ``layers`` are those that are loaded; ``layout`` is that of the whole model. ``hidden_bytes`` is the size of one
+    token's activations on their way from one stage to the next.
+    """
 
     name: str
     fingerprint: str
     layout: KvLayout
     vocab_size: int
     max_context_tokens: int
+    layers: LayerRange
+    hidden_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +55,9 @@ class PrefillChunk:
 
     Positions below ``start`` are already valid there. ``sample`` is set on the last chunk only. ``sequence`` names the
     job and is never used for another one: engines key what they remember of it by this name, since blocks are reused.
+
+    A stage that lacks the embedding reads ``hidden_in`` instead of ``tokens``, one that lacks the head writes
+    ``hidden_out``: ``hidden_bytes`` for each token, in order, in memory that is the engine's until prefill returns.
     """
 
     sequence: str
@@ -55,6 +65,8 @@ class PrefillChunk:
     start: int
     blocks: Sequence[int]
     sample: SampleRequest | None = None
+    hidden_in: memoryview | None = None
+    hidden_out: memoryview | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,12 +107,15 @@ class Engine(Protocol):
         """Drop every view of the arena, so that its mapping can be closed."""
 
     def prefill(self, chunk: PrefillChunk, on_layer: Callable[[int], None]) -> Drawn | None:
-        """Compute one chunk; write its K and V into the pages.
+        """Compute one chunk through this engine's layers; write their K and V into the pages.
 
         *on_layer(layer)* is called on this thread as soon as that layer's K and V of the whole chunk are in the arena
         and will not change; it may raise to stop the forward (the exception passes through). Returns the drawn token
-        when ``chunk.sample`` is set.
+        when ``chunk.sample`` is set, which takes an engine with the head.
         """
 
     def decode(self, batch: Sequence[DecodeSlot]) -> list[Drawn]:
-        """One step for every slot, in order: write the K and V of each slot's token, draw its next token."""
+        """One step for every slot, in order: write the K and V of each slot's token, draw its next token.
+
+        Takes an engine with all layers.
+        """

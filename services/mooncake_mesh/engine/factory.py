@@ -6,6 +6,7 @@ from mooncake_mesh import config as settings
 from mooncake_mesh.engine.api import Engine
 from mooncake_mesh.engine.fake import FakeConfig, FakeEngine, FakeOutput, FakeTiming
 from mooncake_mesh.errors import ConfigError, ModelError
+from mooncake_mesh.kv.layers import StagePart
 from mooncake_mesh.kv.layout import KvLayout
 
 WorkerConfig = settings.PrefillConfig | settings.DecodeConfig
@@ -16,10 +17,13 @@ _OUTPUTS: Final = {
 }
 
 
-def make_engine(config: WorkerConfig) -> Engine:
-    """A loaded engine, not yet bound to an arena. Raises ModelError, or ConfigError for an impossible fake one."""
+def make_engine(config: WorkerConfig, part: StagePart | None = None) -> Engine:
+    """A loaded engine, or the *part* of it that a pipeline stage has, not yet bound to an arena.
+
+    Raises ModelError, or ConfigError for an impossible fake one or part.
+    """
     if config.engine is settings.EngineKind.FAKE:
-        return _fake_engine(config)
+        return _fake_engine(config, part)
     try:
         from mooncake_mesh.engine.runner import TransformersEngine
     except ImportError as error:
@@ -30,10 +34,11 @@ def make_engine(config: WorkerConfig) -> Engine:
         block_tokens=config.block_tokens,
         device=config.device,
         threads=config.threads,
+        part=part,
     )
 
 
-def _fake_engine(config: WorkerConfig) -> FakeEngine:
+def _fake_engine(config: WorkerConfig, part: StagePart | None) -> FakeEngine:
     fake = config.fake
     layout = KvLayout(
         layers=fake.layers,
@@ -52,4 +57,7 @@ def _fake_engine(config: WorkerConfig) -> FakeEngine:
         made = FakeConfig(name=config.model, layout=layout, output=_OUTPUTS[fake.output], timing=timing)
     except ValueError as error:
         raise ConfigError(str(error), path="fake") from error
-    return FakeEngine(made)
+    try:
+        return FakeEngine(made, layers=None if part is None else part.of(layout.layers))
+    except ValueError as error:
+        raise ConfigError(str(error), path="prefill.split") from error

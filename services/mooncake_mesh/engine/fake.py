@@ -31,9 +31,11 @@ from mooncake_mesh.engine.fake_recipe import (
     FakeOutput,
     FakeTiming,
     Words,
+    digest_of,
     draw,
     expected_tokens,
 )
+from mooncake_mesh.kv.layers import LayerRange
 
 __all__ = [
     "BOS",
@@ -50,6 +52,8 @@ __all__ = [
 ]
 
 _REMEMBERED_SEQUENCES: Final = 4096
+_HIDDEN_WORDS: Final = 2
+_WORD_BYTES: Final = 8
 
 
 @dataclass(slots=True)
@@ -61,12 +65,24 @@ class _Seen:
 
 
 class FakeEngine:
-    """Engine of :mod:`mooncake_mesh.engine.api` that needs no model. ``sleep`` pretends the device's work."""
+    """Engine of :mod:`mooncake_mesh.engine.api` that needs no model. ``sleep`` pretends the device's work.
 
-    def __init__(self, config: FakeConfig, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    A stage with *layers* passes on, for each token, its seed and the sum of what its cells in the layers so far say:
+    activations that were lost, damaged or mixed up change the output as well.
+    """
+
+    def __init__(
+        self,
+        config: FakeConfig,
+        *,
+        layers: LayerRange | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._config = config
         self._sleep = sleep
         self._cells = CellRecipe(config)
+        self._layers = layers or LayerRange.whole(config.layout.layers)
+        self._own_cells = CellRecipe(config, self._layers)
         self._pages: Words | None = None
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
 
@@ -78,6 +94,8 @@ class FakeEngine:
             layout=self._config.layout,
             vocab_size=VOCAB_SIZE,
             max_context_tokens=self._config.max_context_tokens,
+            layers=self._layers,
+            hidden_bytes=_HIDDEN_WORDS * _WORD_BYTES,
         )
 
     def bind(self, arena: memoryview) -> None:
@@ -94,22 +112,47 @@ class FakeEngine:
         self._seen.clear()
 
     def prefill(self, chunk: PrefillChunk, on_layer: Callable[[int], None]) -> Drawn | None:
-        timing = self._config.timing
         began_s = time.perf_counter()
-        busy_s = timing.prefill_s_base + timing.prefill_s_per_token * len(chunk.tokens)
-        pages = self._bound()
-        positions = np.arange(chunk.start, chunk.start + len(chunk.tokens))
+        pages, own = self._bound(), self._layers
+        seeds, rows = self._seeds(chunk)
+        positions = np.arange(chunk.start, chunk.start + len(seeds))
+        busy_s = self._busy_s(len(seeds))
         blocks, offsets = self._places(chunk.blocks, positions)
-        cells = self._cells.write(chunk.tokens, positions)
-        layers = self._config.layout.layers
-        for layer in range(layers):
-            self._wait_until(began_s + busy_s * (layer + 1) / layers)
-            pages[blocks, layer, :, offsets] = cells[:, layer]
+        cells = self._own_cells.write(seeds)
+        for index, layer in enumerate(range(own.first, own.end)):
+            self._wait_until(began_s + busy_s * (index + 1) / own.count)
+            pages[blocks, layer, :, offsets] = cells[:, index]
             on_layer(layer)
-        if chunk.sample is None:
+        if own.count < own.total:
+            rows = rows + self._own_cells.rows(pages[blocks, own.first : own.end, :, offsets])
+            self._pass_on(chunk, seeds, rows, positions)
+        if chunk.sample is None or not own.has_head:
             return None
-        end = chunk.start + len(chunk.tokens)
+        end = chunk.start + len(seeds)
         return self._draw(chunk.sample, end, self._total(chunk.sequence, chunk.blocks, end))
+
+    def _busy_s(self, n_tokens: int) -> float:
+        timing = self._config.timing
+        whole_s = timing.prefill_s_base + timing.prefill_s_per_token * n_tokens
+        return whole_s * self._layers.count / self._layers.total
+
+    def _seeds(self, chunk: PrefillChunk) -> tuple[Words, Words]:
+        """Seed of each token, and the sum of its rows in the stages before."""
+        if self._layers.has_embedding:
+            positions = np.arange(chunk.start, chunk.start + len(chunk.tokens))
+            return self._cells.seeds(chunk.tokens, positions), np.zeros(len(positions), np.uint64)
+        hidden = _hidden(chunk.hidden_in)
+        return hidden[:, 0], hidden[:, 1]
+
+    def _pass_on(self, chunk: PrefillChunk, seeds: Words, rows: Words, positions: npt.NDArray[np.int64]) -> None:
+        """To the next stage; in the last one, to what is drawn from."""
+        if not self._layers.has_head:
+            hidden = _hidden(chunk.hidden_out)
+            hidden[:, 0], hidden[:, 1] = seeds, rows
+            return
+        before = self._total(chunk.sequence, chunk.blocks, chunk.start)
+        added = int(digest_of(rows, positions).sum(dtype=np.uint64))
+        self._remember(chunk.sequence, _Seen(chunk.start + len(positions), (before + added) & WORD_MASK))
 
     def decode(self, batch: Sequence[DecodeSlot]) -> list[Drawn]:
         if not batch:
@@ -122,7 +165,7 @@ class FakeEngine:
         blocks = np.array([slot.blocks[slot.position // block_tokens] for slot in batch])
         offsets = positions % block_tokens
         tokens = np.array([slot.token for slot in batch], dtype=np.int32)
-        pages[blocks, :, :, offsets] = self._cells.write(tokens, positions)
+        pages[blocks, :, :, offsets] = self._cells.write(self._cells.seeds(tokens, positions))
         digests = self._cells.digest(pages[blocks, :, :, offsets], positions).tolist()
         drawn = []
         for slot, digest in zip(batch, digests, strict=True):
@@ -169,3 +212,10 @@ class FakeEngine:
         left_s = moment_s - time.perf_counter()
         if left_s > 0:
             self._sleep(left_s)
+
+
+def _hidden(buffer: memoryview | None) -> Words:
+    """(tokens, _HIDDEN_WORDS), a view of *buffer*."""
+    if buffer is None:
+        raise RuntimeError("a stage was given no place for activations")
+    return np.frombuffer(buffer, dtype=np.uint64).reshape(-1, _HIDDEN_WORDS)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake_mesh.engine.api import Drawn, TokenArray
+from mooncake_mesh.kv.layers import LayerRange
 from mooncake_mesh.kv.layout import KvDtype, KvLayout
 from mooncake_proto.serving import Sampling, TokenLogprob
 
@@ -80,22 +81,38 @@ class FakeConfig:
 
 
 class CellRecipe:
-    """What a position writes into its cells, and what the cells of a position add to its sequence's sum."""
+    """What a position writes into its cells, and what the cells of a position add to its sequence's sum.
 
-    def __init__(self, config: FakeConfig) -> None:
+    Both go by *seeds*, one word for each position, made of its token; a stage of a pipeline gets them from the one
+    before. ``layers`` restricts both to some layers: the rows of all stages add up to those of the whole model.
+    """
+
+    def __init__(self, config: FakeConfig, layers: LayerRange | None = None) -> None:
         shape = (config.layout.layers, 2, config.row_words)
         salts = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64)
-        self._salts: Words = _mix(salts * np.uint64(_GOLDEN)).reshape(shape)
+        every: Words = _mix(salts * np.uint64(_GOLDEN)).reshape(shape)
+        self._salts = every if layers is None else every[layers.first : layers.end]
 
-    def write(self, tokens: TokenArray, positions: npt.NDArray[np.int64]) -> Words:
+    @staticmethod
+    def seeds(tokens: TokenArray, positions: npt.NDArray[np.int64]) -> Words:
+        return _mix(tokens.astype(np.uint64) << np.uint64(40) | positions.astype(np.uint64))
+
+    def write(self, seeds: Words) -> Words:
         """Cells (positions, layers, K or V, words)."""
-        own = tokens.astype(np.uint64) << np.uint64(40) | positions.astype(np.uint64)
-        return _mix(_mix(own)[:, None, None, None] ^ self._salts)
+        return _mix(seeds[:, None, None, None] ^ self._salts)
+
+    def rows(self, cells: Words) -> Words:
+        """One word for each position; depends on every bit of its cells and on where each cell lies."""
+        return _mix(cells + self._salts).sum(axis=(1, 2, 3), dtype=np.uint64)
 
     def digest(self, cells: Words, positions: npt.NDArray[np.int64]) -> Words:
-        """One word for each position; depends on every bit of its cells and on where each cell lies."""
-        rows = _mix(cells + self._salts).sum(axis=(1, 2, 3), dtype=np.uint64)
-        return _mix(rows + positions.astype(np.uint64) * np.uint64(_GOLDEN))
+        """What positions add to the sum, from the cells of all layers."""
+        return digest_of(self.rows(cells), positions)
+
+
+def digest_of(rows: Words, positions: npt.NDArray[np.int64]) -> Words:
+    """What positions add to their sequence's sum, from their rows over all layers."""
+    return _mix(rows + positions.astype(np.uint64) * np.uint64(_GOLDEN))
 
 
 def expected_tokens(
@@ -110,7 +127,8 @@ def expected_tokens(
 
     def digest(token: int, position: int) -> int:
         positions = np.array([position])
-        return int(recipe.digest(recipe.write(np.array([token], dtype=np.int32), positions), positions)[0])
+        seeds = recipe.seeds(np.array([token], dtype=np.int32), positions)
+        return int(recipe.digest(recipe.write(seeds), positions)[0])
 
     total = sum(digest(token, position) for position, token in enumerate(prompt)) & WORD_MASK
     tokens: list[int] = []

@@ -18,6 +18,7 @@ from typing import Final, Protocol
 import torch
 
 from mooncake_mesh.errors import InvariantViolated
+from mooncake_mesh.kv.layers import LayerRange
 from mooncake_mesh.kv.layout import KvDtype, KvLayout
 
 _TORCH_DTYPES: Final = {KvDtype.FLOAT32: torch.float32, KvDtype.BFLOAT16: torch.bfloat16}
@@ -67,9 +68,12 @@ class ArenaPages:
         """Write all layers of one token of each of several sequences: *kv* (tokens, layers, 2, kv_heads, head_dim)."""
         self.pages[blocks, :, :, offsets] = kv.to("cpu")
 
-    def read_all(self, blocks: Sequence[int], start: int, end: int, out: torch.Tensor) -> None:
-        """Copy positions *start* to *end* of a sequence into *out* (layers, 2, kv_heads, end - start, head_dim)."""
-        pages, block_tokens = self.pages, self.layout.block_tokens
+    def read_all(self, blocks: Sequence[int], start: int, end: int, out: torch.Tensor, *, first_layer: int = 0) -> None:
+        """Copy positions *start* to *end* of a sequence into *out* (layers, 2, kv_heads, end - start, head_dim).
+
+        *out* has the layers from *first_layer* on, as many as it has room for.
+        """
+        pages, block_tokens = self.pages[:, first_layer : first_layer + len(out)], self.layout.block_tokens
         position = start
         while position < end:
             index, offset = divmod(position, block_tokens)
@@ -106,11 +110,15 @@ class Context(Protocol):
 
 
 class _Kept:
-    """A context kept between steps: ``kv`` (layers, 2, kv_heads, capacity, head_dim), the first ``length`` valid."""
+    """A context kept between steps: ``kv`` (layers, 2, kv_heads, capacity, head_dim), the first ``length`` valid.
 
-    def __init__(self, kv: torch.Tensor, length: int) -> None:
+    It has the layers from ``first_layer`` on.
+    """
+
+    def __init__(self, kv: torch.Tensor, length: int, first_layer: int) -> None:
         self.kv = kv
         self.length = length
+        self._first_layer = first_layer
         self._keys: tuple[torch.Tensor, ...] = ()
         self._values: tuple[torch.Tensor, ...] = ()
         self._new: tuple[torch.Tensor, ...] = ()
@@ -126,8 +134,9 @@ class _Kept:
         self._new = self.kv[:, :, :, start:end].unbind(0)
 
     def extend(self, layer: int, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self._new[layer].copy_(kv)
-        return self._keys[layer], self._values[layer]
+        index = layer - self._first_layer
+        self._new[index].copy_(kv)
+        return self._keys[index], self._values[index]
 
 
 class _Gathered:
@@ -150,9 +159,15 @@ class _Gathered:
 
 
 class ContextCache:
-    """The contexts of the sequences in work, least recently used first; at most *budget_bytes* of them."""
+    """The contexts of the sequences in work, least recently used first; at most *budget_bytes* of them.
 
-    def __init__(self, arena: ArenaPages, device: torch.device, budget_bytes: int) -> None:
+    They have the layers *layers*; all of the arena's by default.
+    """
+
+    def __init__(
+        self, arena: ArenaPages, device: torch.device, budget_bytes: int, layers: LayerRange | None = None
+    ) -> None:
+        self._layers = layers or LayerRange.whole(arena.layout.layers)
         self._arena = arena
         self._device = device
         self._budget_bytes = budget_bytes
@@ -192,7 +207,7 @@ class ContextCache:
                 return _Gathered(self._arena, span, self._device)
         if context.length < span.start:
             missing = context.kv[:, :, :, context.length : span.start]
-            self._arena.read_all(span.blocks, context.length, span.start, missing)
+            self._arena.read_all(span.blocks, context.length, span.start, missing, first_layer=self._layers.first)
         context.length = span.start
         context.open(span.start, span.end)
         self._kept.move_to_end(span.sequence)
@@ -205,10 +220,11 @@ class ContextCache:
         if old is not None:
             capacity = max(capacity, int(old.capacity * _GROWTH))
             del self._kept[span.sequence]
-        if not self._evict_for(capacity * layout.token_bytes, pinned):
+        token_bytes = layout.token_bytes // layout.layers * self._layers.count
+        if not self._evict_for(capacity * token_bytes, pinned):
             return None
         kv = torch.empty(
-            (layout.layers, 2, layout.kv_heads, capacity, layout.head_dim),
+            (self._layers.count, 2, layout.kv_heads, capacity, layout.head_dim),
             dtype=torch_dtype(layout.dtype),
             device=self._device,
         )
@@ -216,7 +232,7 @@ class ContextCache:
         if old is not None:
             length = min(old.length, span.start)
             kv[:, :, :, :length] = old.kv[:, :, :, :length]
-        context = self._kept[span.sequence] = _Kept(kv, length)
+        context = self._kept[span.sequence] = _Kept(kv, length, self._layers.first)
         return context
 
     def _evict_for(self, needed_bytes: int, pinned: set[str]) -> bool:

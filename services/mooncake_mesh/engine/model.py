@@ -19,7 +19,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 
 from mooncake_mesh.engine.attention import IMPLEMENTATION, LayerCall, attention_pass, chunk_attention
 from mooncake_mesh.engine.kv_storage import torch_dtype
-from mooncake_mesh.errors import ModelError, UnsupportedModel
+from mooncake_mesh.engine.stage_model import first_and_last_hidden, stage_class, stage_config
+from mooncake_mesh.errors import ConfigError, ModelError, UnsupportedModel
+from mooncake_mesh.kv.layers import LayerRange, StagePart
 from mooncake_mesh.kv.layout import KvDtype, KvLayout, layout_from_config
 
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
@@ -54,26 +56,48 @@ _PROBE_TOLERANCE: Final = {KvDtype.FLOAT32: 1e-3, KvDtype.BFLOAT16: 0.1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
+    """``layout`` is that of the whole model, of which ``layers`` are loaded."""
+
     model: PreTrainedModel
     layout: KvLayout
     vocab_size: int
     max_context_tokens: int
+    layers: LayerRange
 
 
-def load_model(folder: Path, *, dtype: KvDtype, block_tokens: int, device: torch.device) -> LoadedModel:
-    """The model in *folder*, checked and ready for forwards on *device*. Raises ModelError, UnsupportedModel."""
+def load_model(
+    folder: Path, *, dtype: KvDtype, block_tokens: int, device: torch.device, part: StagePart | None = None
+) -> LoadedModel:
+    """The model in *folder*, checked and ready for forwards on *device*; of a pipeline stage, its *part* alone.
+
+    Raises ModelError, UnsupportedModel, or ConfigError for a part that the model does not have.
+    """
     config = _read_config(folder)
     model_class = check_supported(config)
     layout = _layout(config, dtype, block_tokens)
+    layers = LayerRange.whole(layout.layers) if part is None else _layers(part, layout)
+    if layers.count < layers.total:
+        model_class, config = stage_class(model_class, config, layers), stage_config(config, layers)
     model = _load_weights(model_class, config, folder, torch_dtype(dtype))
     model = model.to(device).eval().requires_grad_(False)
-    probe_attention(model, layout)
+    if layers.count < layers.total:
+        probe_stage(model, layout, layers)
+    else:
+        probe_attention(model, layout)
     return LoadedModel(
         model=model,
         layout=layout,
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_position_embeddings,
+        layers=layers,
     )
+
+
+def _layers(part: StagePart, layout: KvLayout) -> LayerRange:
+    try:
+        return part.of(layout.layers)
+    except ValueError as error:
+        raise ConfigError(str(error), path="prefill.split") from error
 
 
 def _layout(config: Any, dtype: KvDtype, block_tokens: int) -> KvLayout:
@@ -141,10 +165,37 @@ def probe_attention(model: PreTrainedModel, layout: KvLayout) -> None:
         model.set_attn_implementation("eager")
         theirs = model(input_ids=tokens, use_cache=False).logits
         model.set_attn_implementation(IMPLEMENTATION)
+    _check_equal(name, "logits", ours, theirs, layout)
+
+
+def probe_stage(model: PreTrainedModel, layout: KvLayout, layers: LayerRange) -> None:
+    """As :func:`probe_attention`, for a model that is cut down to *layers*: activations in, activations out.
+
+    Raises UnsupportedModel also when the model does more to activations, before or after its layers, than a stage may.
+    """
+    name = type(model).__name__
+    probe = _Probe(name, layout)
+    with torch.inference_mode():
+        try:
+            with attention_pass(probe):
+                ours = first_and_last_hidden(model, layers, _PROBE_TOKENS)
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            raise UnsupportedModel(f"{name} cannot be a stage: a forward of its layers failed: {error}") from error
+        if probe.layers != list(range(layers.first, layers.end)):
+            raise UnsupportedModel(f"{name} cannot be a stage: its layers attended in the order {probe.layers}")
+        if not ours.is_passed_on:
+            raise UnsupportedModel(f"{name} cannot be a stage: it changes activations outside of its layers")
+        model.set_attn_implementation("eager")
+        theirs = first_and_last_hidden(model, layers, _PROBE_TOKENS)
+        model.set_attn_implementation(IMPLEMENTATION)
+    _check_equal(name, "activations", ours.output, theirs.output, layout)
+
+
+def _check_equal(name: str, what: str, ours: torch.Tensor, theirs: torch.Tensor, layout: KvLayout) -> None:
     difference = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
     if not difference <= _PROBE_TOLERANCE[layout.dtype]:
         raise UnsupportedModel(
-            f"{name} is not supported: with our attention its logits differ from its own by {difference:.2g}"
+            f"{name} is not supported: with our attention its {what} differ from its own by {difference:.2g}"
         )
 
 

@@ -10,11 +10,12 @@ import torch
 
 from mooncake_mesh.engine.api import DecodeSlot, Drawn, ModelSpec, PrefillChunk, TokenArray
 from mooncake_mesh.engine.attention import AttentionPass, DecodePass, PrefillPass, attention_pass
-from mooncake_mesh.engine.kv_storage import ArenaPages, ContextCache, Span
+from mooncake_mesh.engine.kv_storage import ArenaPages, ContextCache, Span, torch_dtype
 from mooncake_mesh.engine.model import LoadedModel, load_model
 from mooncake_mesh.engine.model_files import fingerprint, resolve_model, weight_files
 from mooncake_mesh.engine.sampling import draw
-from mooncake_mesh.errors import ModelError
+from mooncake_mesh.errors import InvariantViolated, ModelError
+from mooncake_mesh.kv.layers import StagePart
 from mooncake_mesh.kv.layout import KvDtype
 
 DEFAULT_CONTEXT_BYTES: Final = 1 << 30
@@ -34,17 +35,24 @@ class TransformersEngine:
     ) -> None:
         self._model: Any = loaded.model
         self._device = loaded.model.device
+        self._layers = loaded.layers
+        self._dtype = torch_dtype(loaded.layout.dtype)
         self._spec = ModelSpec(
             name=name,
             fingerprint=fingerprint,
             layout=loaded.layout,
             vocab_size=loaded.vocab_size,
             max_context_tokens=loaded.max_context_tokens,
+            layers=loaded.layers,
+            hidden_bytes=loaded.model.config.hidden_size * loaded.layout.dtype.item_bytes,
         )
         self._arena = ArenaPages(loaded.layout)
-        self._contexts = ContextCache(self._arena, self._device, context_bytes)
+        self._contexts = ContextCache(self._arena, self._device, context_bytes, loaded.layers)
         keeps_last = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if keeps_last else {}
+        head = loaded.model.get_output_embeddings()
+        if head is not None:
+            head.register_forward_pre_hook(_packed)
 
     @classmethod
     def load(
@@ -56,9 +64,11 @@ class TransformersEngine:
         device: str = "cpu",
         threads: int | None = None,
         context_bytes: int = DEFAULT_CONTEXT_BYTES,
+        part: StagePart | None = None,
     ) -> Self:
-        """Find, check and load *model* (a folder, a hub id or the default model's name). Raises ModelError.
+        """Find, check and load *model* (a folder, a hub id or the default model's name), or its *part* for a stage.
 
+        Raises ModelError, or ConfigError for a part that the model does not have.
         *threads* sets torch's threads for the whole process; None leaves torch's choice.
         """
         if device.startswith("cuda") and not torch.cuda.is_available():
@@ -68,7 +78,7 @@ class TransformersEngine:
         began_s = time.monotonic()
         folder = resolve_model(model)
         weight_files(folder)
-        loaded = load_model(folder, dtype=dtype, block_tokens=block_tokens, device=torch.device(device))
+        loaded = load_model(folder, dtype=dtype, block_tokens=block_tokens, device=torch.device(device), part=part)
         log.info("model_loaded", model=model, dtype=dtype.value, seconds=round(time.monotonic() - began_s, 2))
         return cls(loaded, name=model, fingerprint=fingerprint(folder), context_bytes=context_bytes)
 
@@ -85,19 +95,32 @@ class TransformersEngine:
         self._arena.unbind()
 
     def prefill(self, chunk: PrefillChunk, on_layer: Callable[[int], None]) -> Drawn | None:
-        span = Span(
-            sequence=chunk.sequence, blocks=chunk.blocks, start=chunk.start, end=chunk.start + len(chunk.tokens)
-        )
         with torch.inference_mode():
+            inputs, n_tokens = self._inputs(chunk)
+            span = Span(sequence=chunk.sequence, blocks=chunk.blocks, start=chunk.start, end=chunk.start + n_tokens)
             (context,) = self._contexts.open([span])
             attention = PrefillPass(self._arena, span, context, on_layer)
             positions = torch.arange(span.start, span.end)[None]
-            tokens = _as_tensor(chunk.tokens)[None]
-            if chunk.sample is None:
-                self._forward(self._model.base_model, attention, [span], tokens, positions)
+            if chunk.sample is None or not self._layers.has_head:
+                output = self._forward(self._model.base_model, attention, [span], positions, inputs)
+                if not self._layers.has_head:
+                    self._hidden(chunk.hidden_out).copy_(output.last_hidden_state[0])
                 return None
-            output = self._forward(self._model, attention, [span], tokens, positions, **self._last_only)
+            output = self._forward(self._model, attention, [span], positions, inputs, **self._last_only)
             return draw(output.logits[:, -1], [chunk.sample])[0]
+
+    def _inputs(self, chunk: PrefillChunk) -> tuple[dict[str, torch.Tensor], int]:
+        """What the model takes, and how many tokens that is."""
+        if self._layers.has_embedding:
+            return {"input_ids": _as_tensor(chunk.tokens)[None]}, len(chunk.tokens)
+        hidden = self._hidden(chunk.hidden_in)
+        return {"inputs_embeds": hidden[None]}, len(hidden)
+
+    def _hidden(self, buffer: memoryview | None) -> torch.Tensor:
+        """(tokens, hidden_size), a view of *buffer*."""
+        if buffer is None:
+            raise InvariantViolated("a stage was given no place for activations")
+        return torch.frombuffer(buffer, dtype=self._dtype).view(-1, self._model.config.hidden_size)
 
     def decode(self, batch: Sequence[DecodeSlot]) -> list[Drawn]:
         if not batch:
@@ -110,7 +133,7 @@ class TransformersEngine:
         positions = torch.tensor([[slot.position] for slot in batch])
         with torch.inference_mode():
             attention = DecodePass(self._arena, spans, self._contexts.open(spans))
-            output = self._forward(self._model, attention, spans, tokens, positions, **self._last_only)
+            output = self._forward(self._model, attention, spans, positions, {"input_ids": tokens}, **self._last_only)
             attention.store()
             return draw(output.logits[:, -1], [slot.sample for slot in batch])
 
@@ -119,15 +142,15 @@ class TransformersEngine:
         module: Any,
         attention: AttentionPass,
         spans: Sequence[Span],
-        tokens: torch.Tensor,
         positions: torch.Tensor,
+        inputs: dict[str, torch.Tensor],
         **options: int,
     ) -> Any:
         """Run *module*; the spans' contexts grow when it comes to its end, and are dropped when it does not."""
         try:
             with attention_pass(attention):
                 output = module(
-                    input_ids=tokens.to(self._device),
+                    **{name: tensor.to(self._device) for name, tensor in inputs.items()},
                     position_ids=positions.to(self._device),
                     use_cache=False,
                     **options,
@@ -137,6 +160,14 @@ class TransformersEngine:
             raise
         self._contexts.commit(spans)
         return output
+
+
+def _packed(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The last token's activations without the strides of the chunk they were cut from.
+
+    torch counts them as contiguous, but oneDNN's bf16 product goes by the strides and takes 20 times as long.
+    """
+    return (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
 
 
 def _as_tensor(tokens: TokenArray) -> torch.Tensor:

@@ -13,6 +13,7 @@ import structlog
 from mooncake_mesh.errors import MooncakeError
 from mooncake_mesh.mesh.arena import BorrowedArena, Holder, borrow_to_write
 from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_proto.ids import Incarnation
 from mooncake_proto.transfer import ArenaInfo, Attach
 
 log = structlog.get_logger(__name__)
@@ -44,6 +45,7 @@ class NodeArena:
         self._unbind = unbind
         self._on_lost = on_lost
         self.attached = asyncio.Event()
+        self.owner: Incarnation | None = None  # the messenger whose arena this is, while attached
 
     async def run(self) -> None:
         """Stay attached until cancelled. A refusal is logged and tried again: the messenger may be restarted to fit."""
@@ -60,11 +62,13 @@ class NodeArena:
     async def _stay(self, arena: BorrowedArena, info: ArenaInfo) -> None:
         try:
             await self._bind(arena.arena.view[: info.n_blocks * info.block_bytes])
+            self.owner = info.incarnation
             self.attached.set()
             log.info("arena_attached", node=info.node_id, n_blocks=info.n_blocks)
             await arena.lost.wait()
             log.warning("arena_lost", node=info.node_id)
         finally:
+            self.owner = None
             self.attached.clear()
             self._on_lost()
             await self._unbind()

@@ -20,7 +20,7 @@ from mooncake_mesh.messenger.sending import Outbound
 from mooncake_mesh.messenger.store.slots import SlotTable
 from mooncake_mesh.messenger.store.tiering import Target, joint_events, joint_keys, prefix_on_ssd
 from mooncake_proto.ids import BlockId, BlockKey, Incarnation, InstanceId, JobId, TransferId
-from mooncake_proto.transfer import Acquire, Acquired, PushBlocks, Slot
+from mooncake_proto.transfer import Acquire, Acquired, CloseWrite, OpenWrite, PushBlocks, Slot
 
 _T = TypeVar("_T")
 
@@ -65,6 +65,7 @@ class MessengerCore:
         self.slots: SlotTable | None = None  # the SSD tier, where there is one
         self._jobs: dict[JobId, _Job] = {}
         self._landings: dict[TransferId, Landing] = {}
+        self._stage_writes: dict[tuple[Incarnation, JobId, int], list[BlockId]] = {}
         self._given_up: OrderedDict[TransferId, str] = OrderedDict()
         self._ended: OrderedDict[TransferId, Ended] = OrderedDict()
         self._outbound: dict[TransferId, Outbound] = {}
@@ -146,6 +147,35 @@ class MessengerCore:
             raise InvalidRequest(f"job {job_id} has no blocks {first_block}..{first_block + len(keys) - 1}")
         pairs = zip(job.blocks[first_block:], keys, strict=False)
         return sum(isinstance(self.pool.seal(_holder(job_id), block, key), Sealed) for block, key in pairs)
+
+    def open_write(self, request: OpenWrite) -> None:
+        """Another process than the job's own writes these blocks until :meth:`close_write` or :meth:`writer_gone`.
+
+        Raises SliceLost when the job has ended, InvalidRequest for blocks that it does not write.
+        """
+        job = self._jobs.get(request.job_id)
+        if job is None:
+            raise SliceLost(f"job {request.job_id} has ended")
+        end = request.first_block + request.n_blocks
+        blocks = job.blocks[request.first_block : end]
+        key = (request.incarnation, request.job_id, request.first_block)
+        is_writable = all(self.pool.may_write(block, self.pool.generation(block)) for block in blocks)
+        if end > len(job.blocks) or not is_writable or key in self._stage_writes:
+            raise InvalidRequest(f"job {request.job_id} has no blocks {request.first_block}..{end - 1} to write")
+        for block in blocks:
+            self.pool.begin_write(block)
+        self._stage_writes[key] = blocks
+
+    def close_write(self, request: CloseWrite) -> None:
+        """A write is over; what its job has released meanwhile is free now. An unknown one is fine."""
+        for block in self._stage_writes.pop((request.incarnation, request.job_id, request.first_block), ()):
+            self.pool.end_write(block)
+
+    def writer_gone(self, incarnation: Incarnation) -> None:
+        """A process that may have written into other processes' jobs can do so no more."""
+        for key in [key for key in self._stage_writes if key[0] == incarnation]:
+            for block in self._stage_writes.pop(key):
+                self.pool.end_write(block)
 
     def release(self, job_id: JobId, why: str) -> list[TransferId]:
         """End a job; the transfers (in or out) that ended with it. An unknown job is fine."""

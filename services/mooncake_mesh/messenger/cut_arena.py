@@ -27,9 +27,11 @@ from mooncake_proto.ids import BLOCK_KEY_BYTES, BlockKey, Incarnation, JobId, Tr
 from mooncake_proto.transfer import (
     Acquire,
     Acquired,
+    CloseWrite,
     FinishSend,
     Grow,
     Grown,
+    OpenWrite,
     PushBlocks,
     Pushing,
     ReadAhead,
@@ -134,7 +136,7 @@ class CutArena:
         receiver.changed.ring()
         return replace(acquired, landed=await receiver.landed(request.landing))
 
-    def _check_attached(self, request: Acquire) -> None:
+    def _check_attached(self, request: Acquire | OpenWrite) -> None:
         if request.incarnation not in self._attached:
             raise PeerUnreachable(f"{request.instance_id} has not attached to this arena, or is gone")
 
@@ -224,9 +226,19 @@ class CutArena:
         self.core.seal(request.job_id, request.first_block, list(split_keys(request.keys)))
         self._publish()
 
+    def open_write(self, request: OpenWrite) -> None:
+        """Raises PeerUnreachable for a stage that has not attached, or is gone: nobody would ever close it."""
+        self._check_attached(request)
+        self.core.open_write(request)
+
+    def close_write(self, request: CloseWrite) -> None:
+        self.core.close_write(request)
+        self.pool_changed()
+
     def worker_gone(self, holder: Holder) -> None:
         """The kernel closed a worker's connection: it writes no more, whatever became of it."""
         self._attached.pop(holder.incarnation, None)
+        self.core.writer_gone(holder.incarnation)
         jobs = self.core.jobs_of(holder.instance_id, holder.incarnation)
         log.info("holder_gone", holder=holder.instance_id, jobs=len(jobs))
         for job_id in jobs:

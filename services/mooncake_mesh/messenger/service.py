@@ -29,6 +29,7 @@ from mooncake_mesh.errors import (
 )
 from mooncake_mesh.mesh.arena import ArenaServer, Holder
 from mooncake_mesh.mesh.arena_memory import Arena
+from mooncake_mesh.mesh.host import host_id
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
@@ -52,10 +53,12 @@ from mooncake_proto.transfer import (
     Acquired,
     ArenaInfo,
     Attach,
+    CloseWrite,
     FinishSend,
     Grow,
     Grown,
     OpenTransfer,
+    OpenWrite,
     PushBlocks,
     Pushing,
     ReadAhead,
@@ -113,6 +116,8 @@ class MessengerService:
             Acquire: self._acquire,
             Grow: self._grow,
             Seal: self._seal,
+            OpenWrite: self._open_write,
+            CloseWrite: self._close_write,
             Release: self._release,
             StartSend: self._start_send,
             SliceReady: self._slice_ready,
@@ -274,7 +279,7 @@ class MessengerService:
         return ArenaInfo(
             node_id=NodeId(self._config.node_id),
             incarnation=self._incarnation,
-            host_id=_host_id(),
+            host_id=host_id(),
             socket_path=os.fspath(self._arena_server.path),
             block_bytes=core.block_bytes,
             n_blocks=core.pool.n_blocks,
@@ -303,6 +308,14 @@ class MessengerService:
 
     def _seal(self, request: Seal, _: Caller) -> None:
         self._ready().seal(request)
+
+    def _open_write(self, request: OpenWrite, _: Caller) -> Ok:
+        self._ready().open_write(request)
+        return Ok()
+
+    def _close_write(self, request: CloseWrite, _: Caller) -> Ok:
+        self._ready().close_write(request)
+        return Ok()
 
     def _release(self, request: Release, _: Caller) -> Ok:
         if self._cut is not None:
@@ -343,11 +356,6 @@ class MessengerService:
 
     async def _push_blocks(self, request: PushBlocks, _: Caller) -> Pushing:
         return await self._ready().push_blocks(request)
-
-
-def _host_id() -> str:
-    """The same for all processes of one running kernel."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 async def run(config: MessengerConfig, lifecycle: Lifecycle) -> None:

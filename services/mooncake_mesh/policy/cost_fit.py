@@ -78,15 +78,15 @@ def fit_cost(
 
     Relative, so that the short prompts are met as well as the long ones.
     """
-    prefill = _fit(
+    prefill = fit_terms(
         [
             (1.0, s.uncached_tokens, s.uncached_tokens * (s.uncached_tokens + 2 * s.cached_tokens), s.cached_tokens)
             for s in prefills
         ],
         [s.elapsed_s for s in prefills],
     )
-    step = _fit([(1.0, s.batch, s.context_tokens) for s in steps], [s.elapsed_s for s in steps])
-    transfer = _fit([(1.0, s.n_bytes) for s in transfers], [s.elapsed_s for s in transfers])
+    step = fit_terms([(1.0, s.batch, s.context_tokens) for s in steps], [s.elapsed_s for s in steps])
+    transfer = fit_terms([(1.0, s.n_bytes) for s in transfers], [s.elapsed_s for s in transfers])
     return PolynomialCost(
         prefill_base_s=prefill[0],
         prefill_token_s=prefill[1],
@@ -106,7 +106,7 @@ def prefill_error(cost: PolynomialCost, samples: Sequence[PrefillSample]) -> flo
     return sum(errors) / len(errors)
 
 
-def _fit(terms: Sequence[Sequence[float]], elapsed_s: Sequence[float]) -> list[float]:
+def fit_terms(terms: Sequence[Sequence[float]], elapsed_s: Sequence[float]) -> list[float]:
     """Coefficients of *terms*, none negative. Raises ValueError without samples, or for a time that is not positive.
 
     A term whose coefficient comes out negative is left out and the others fitted again: the worst first.

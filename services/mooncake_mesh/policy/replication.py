@@ -90,19 +90,22 @@ def replica(
     if not blocks or heat.hits < LEAST_HITS:
         return None
     holders = [node for node, held in request.prefix_blocks.items() if held >= blocks]
-    has_it = {*holders, *(view.node_id for view in cluster.prefill if view.instance_id == prefill)}
-    able = {view.node_id for view in cluster.prefill}
-    waits = cluster.egress_wait_s
+    waits, copy_s = cluster.egress_wait_s, cost.transfer_s(blocks * request.block_bytes)
+    is_congested = all(waits.get(node, 0.0) > copy_s for node in holders)
     wanted = ceil(heat.busy_nodes / BUSY_SHARE)
-    if all(waits.get(node, 0.0) > cost.transfer_s(blocks * request.block_bytes) for node in holders):
-        wanted = max(wanted, len(has_it & able) + 1)
+    if wanted <= 1 and not is_congested:
+        return None  # one node has it, or will; most placements end here
+    has_it = {*holders, *(view.node_id for view in cluster.prefill if view.instance_id == prefill)}
+    copies = len(has_it & {view.node_id for view in cluster.prefill})
+    if copies >= wanted and not is_congested:
+        return None
     sources = [(waits.get(node, 0.0), node) for node in holders if resting_until_s.get(node, 0.0) <= cluster.now_s]
     targets = [
         (view.busy_until_s, view.node_id)
         for view in cluster.prefill
         if view.node_id not in has_it and blocks <= ROOM_SHARE * view.blocks_available
     ]
-    if len(has_it & able) >= wanted or not sources or not targets:
+    if not sources or not targets:
         return None
     return Replica(source=min(sources)[1], target=min(targets)[1], blocks=blocks)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mooncake_mesh.errors import InvalidTransition, MooncakeError
+from mooncake_mesh.policy.chunking import ChunkSample, fit_chunk_cost, longest_chunk, plan_chunks
 from mooncake_mesh.policy.fair_share import FairShares
 from mooncake_mesh.policy.queue_order import QueueRules, WaitingPrompt, insertion_index, is_late
 from mooncake_mesh.policy.request_class import BEGUN
@@ -22,6 +23,7 @@ from mooncake_proto.ids import JobId
 from mooncake_proto.serving import PrefillJob, QueueTurn
 
 _RECENT_PREFILLS: Final = 8
+_CHUNK_SAMPLES: Final = 128
 
 
 class JobStage(enum.Enum):
@@ -68,9 +70,9 @@ class LayerProgress:
     reads the count; in whatever order the two threads run, every layer is announced once.
     """
 
-    def __init__(self) -> None:
-        self._written = 0
-        self._announced = 0
+    def __init__(self, first_layer: int = 0) -> None:
+        self._written = first_layer
+        self._announced = first_layer
         self._is_due = False
 
     def wrote(self, layer: int) -> bool:
@@ -119,11 +121,22 @@ class QueuedJob:
 
 
 class PrefillCore:
-    """Jobs of one prefill instance: in the order of *rules*, first come, first served without any."""
+    """Jobs of one prefill instance: in the order of *rules*, first come, first served without any.
+
+    *stages* says through how many processes chunks go.
+    """
 
     def __init__(
-        self, *, chunk_tokens: int, block_tokens: int, max_queued_jobs: int, rules: QueueRules | None = None
+        self,
+        *,
+        chunk_tokens: int,
+        block_tokens: int,
+        max_queued_jobs: int,
+        rules: QueueRules | None = None,
+        stages: int = 1,
     ) -> None:
+        self._stages = stages
+        self._chunk_samples: deque[ChunkSample] = deque(maxlen=_CHUNK_SAMPLES)
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
         self._max_queued_jobs = max_queued_jobs
@@ -247,8 +260,22 @@ class PrefillCore:
     def chunks(self, entry: QueuedJob) -> list[Chunk]:
         """How the uncached part of the prompt is cut; every boundary but the last falls between blocks."""
         start, end = entry.cached_tokens, entry.prompt_tokens
+        if self._stages > 1:
+            planned = plan_chunks(
+                start,
+                end,
+                stages=self._stages,
+                largest=longest_chunk(self._chunk_tokens),
+                block_tokens=self._block_tokens,
+                cost=fit_chunk_cost(self._chunk_samples),
+            )
+            return [Chunk(start=first, end=last) for first, last in planned]
         step = self._chunk_tokens or end
         return [Chunk(start=at, end=min(at + step, end)) for at in range(start, end, step)]
+
+    def chunk_passed(self, chunk: Chunk, slowest_s: float) -> None:
+        """The slowest stage took *slowest_s* for *chunk*: later prompts are cut by it."""
+        self._chunk_samples.append(ChunkSample(start=chunk.start, end=chunk.end, elapsed_s=max(slowest_s, 1e-9)))
 
     def computed(self, entry: QueuedJob, elapsed_s: float) -> None:
         """Its prompt took *elapsed_s* to compute: a sample for whoever predicts such times."""

@@ -8,35 +8,38 @@ DEALER gateways   FirstToken, JobFailed (to their stream ROUTER)
 DEALER messenger  Acquire, StartSend, SliceReady, Seal, FinishSend, Release
 DEALER decode     PrefillDone
 DEALER conductor  membership
+DEALER stages     JoinPipeline, StageChunk, DropJob (an instance of several stages; this is its head then)
 ====== ========== ==================================================================
 
-Three tasks form a pipeline: one acquires blocks for the next job while the engine thread computes the current one, and
-each computed job waits for its last slices in a task of its own.
+Three tasks overlap: one acquires blocks for the next job while the engine thread computes the current one, and each
+computed job waits for its last slices in a task of its own. Behind a head further stages compute (see pipeline.py); the
+next job begins when the head is through with this one's chunks, wherever the last of them are.
 """
 
 import asyncio
 from time import monotonic
 from typing import Final
 
-import numpy as np
 import structlog
 
 from mooncake_mesh.config import PrefillConfig
 from mooncake_mesh.config_scheduling import QueueOrderKind
-from mooncake_mesh.engine.api import Drawn, Engine, PrefillChunk, SampleRequest, TokenArray
+from mooncake_mesh.engine.api import Drawn, Engine
 from mooncake_mesh.errors import Aborted, InternalError, MooncakeError, PeerUnreachable, Rejected, TooLate
-from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.rpc import Caller, Handler
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.policy.queue_order import QueueRules
-from mooncake_mesh.policy.stopping import banned_tokens, finish_after
-from mooncake_mesh.prefill.core import JobStage, LayerProgress, PrefillCore, QueuedJob, QueueFull
+from mooncake_mesh.policy.stopping import finish_after
+from mooncake_mesh.prefill.announcing import StopRequested
+from mooncake_mesh.prefill.computing import PromptComputer
+from mooncake_mesh.prefill.core import JobStage, PrefillCore, QueuedJob, QueueFull
+from mooncake_mesh.prefill.pipeline import Pipeline
+from mooncake_mesh.prefill.stage import StageService
 from mooncake_mesh.worker.station import Station
-from mooncake_proto.control import Load, Ok, Role
-from mooncake_proto.ids import BlockKey
+from mooncake_proto.control import Load, Ok, Ping, Pong, Role
 from mooncake_proto.serving import CancelJob, FirstToken, PrefillDone, PrefillJob, WorkerRef
-from mooncake_proto.transfer import Acquire, Acquired, FinishSend, Seal, SendReport, SliceReady, StartSend
+from mooncake_proto.transfer import Acquire, Acquired, FinishSend, SendReport, SliceReady, StartSend
 
 log = structlog.get_logger(__name__)
 
@@ -46,12 +49,8 @@ _RATE_MEMORY: Final = 0.8
 _MIN_TIMEOUT_S: Final = 0.01
 
 
-class _StopRequested(Exception):
-    """Raised on the engine thread to leave a forward; never leaves this module."""
-
-
 class PrefillService:
-    """One prefill instance of one stage."""
+    """One prefill instance, or the head of one that has several stages."""
 
     def __init__(self, config: PrefillConfig, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
@@ -60,6 +59,7 @@ class PrefillService:
             block_tokens=config.block_tokens,
             max_queued_jobs=config.max_queued_jobs,
             rules=_RULES[config.queue_order],
+            stages=config.pipeline.stages,
         )
         self._station = Station(
             config,
@@ -73,14 +73,25 @@ class PrefillService:
         self._over = Bell()
         self._ready: asyncio.Queue[QueuedJob] = asyncio.Queue(_READY_JOBS)
         self._tokens_per_s = 0.0
+        self._part = config.pipeline.part
+        self._pipeline: Pipeline | None = None
+        if self._part is not None:
+            self._pipeline = Pipeline(
+                config, tasks, on_lost=self._stop_uncomputed, arena_owner=lambda: self._station.arena_owner
+            )
 
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serve until *lifecycle* says stop; then finish what was accepted."""
-        self._engine: Engine = await self._station.load_engine()
+        self._engine: Engine = await self._station.load_engine(self._part)
         self._layout = self._engine.spec.layout
+        self._computer = PromptComputer(self._station, self._core, self._engine, self._pipeline)
         handlers: dict[type, Handler] = {PrefillJob: self._submit, CancelJob: self._cancel}
         background = [self._acquire_jobs(), self._compute_jobs()]
+        if self._pipeline is not None:
+            background.append(self._pipeline.run(self._engine.spec, self._station.news))
         await self._station.run(self._engine, lifecycle, handlers, background, self._idle)
+        if self._pipeline is not None:
+            self._pipeline.close()
 
     async def _idle(self) -> None:
         await self._over.until(lambda: None if self._core.running_jobs else True)
@@ -91,7 +102,7 @@ class PrefillService:
             queued_tokens=self._core.queued_tokens,
             running_jobs=self._core.running_jobs,
             prefill_tokens_per_s=self._tokens_per_s,
-            draining=self._station.is_draining,
+            draining=self._station.is_draining or not self._is_whole,
             queued_prompts=self._core.queued_prompts(),
             queued_priorities=self._core.queued_priorities(),
             prefill_elapsed_s=self._core.elapsed_s(monotonic()),
@@ -99,10 +110,17 @@ class PrefillService:
             recent_prefills=self._core.recent_prefills(),
         )
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether no stage is missing."""
+        return self._pipeline is None or self._pipeline.is_joined
+
     # --- jobs in ------------------------------------------------------------------------------------------------------
 
     async def _submit(self, job: PrefillJob, _: Caller) -> Ok:
         self._station.check_placement(job.incarnation)
+        if not self._is_whole:
+            raise PeerUnreachable("a stage of this instance is missing")
         await self._station.peers.reach(job.stream_endpoint)
         self._station.early_cancels.check(job.job_id)
         entry = self._core.submit(job, monotonic())
@@ -143,8 +161,16 @@ class PrefillService:
             self._station.waits.interrupt(entry.job.job_id)
 
     def _stop_all(self, why: MooncakeError) -> None:
+        if self._pipeline is not None:
+            self._pipeline.lose(why)
         for entry in self._core.jobs():
             self._stop(entry, why)
+
+    def _stop_uncomputed(self, why: MooncakeError) -> None:
+        """A stage is gone. What only has to be sent needs none."""
+        for entry in self._core.jobs():
+            if entry.stage is not JobStage.SENDING:
+                self._stop(entry, why)
 
     def _gateway_lost(self, endpoint: str) -> None:
         for entry in self._core.jobs():
@@ -195,15 +221,20 @@ class PrefillService:
                 deadline_s=self._left_s(entry),
             )
             self._station.messenger.post(start)
+            if self._pipeline is not None:  # the stages announce slices of it on connections of their own
+                await self._station.messenger.call(Ping(), Pong, timeout_s=self._left_s(entry))
             if acquired.cached_blocks:
                 self._announce(entry, 0, self._layout.layers, 0, acquired.cached_blocks)
 
     async def _compute_jobs(self) -> None:
         while True:
-            entry = await self._ready.get()
-            failure = await self._attempt(entry)
-            if failure is not None:
-                await self._give_up(entry, failure)
+            await self._computer.turn.acquire()
+            self._tasks.create_task(self._serve(await self._ready.get()))
+
+    async def _serve(self, entry: QueuedJob) -> None:
+        failure = await self._attempt(entry)
+        if failure is not None:
+            await self._give_up(entry, failure)
 
     async def _attempt(self, entry: QueuedJob) -> MooncakeError | None:
         """Compute and deliver a job; why that failed, if it did.
@@ -213,70 +244,21 @@ class PrefillService:
         """
         try:
             await self._deliver(entry, await self._compute(entry))
-        except _StopRequested:
+        except StopRequested:
             return entry.stop or Aborted("stopped")
         except MooncakeError as error:
-            return error
+            return entry.stop or error
         except Exception as error:  # the failure of one job is reported, and the next one is computed
             log.error("engine_failed", job_id=entry.job.job_id, exc_info=error)
             return InternalError(f"prefill failed: {type(error).__name__}")
         return None
 
     async def _compute(self, entry: QueuedJob) -> Drawn:
-        if entry.stop is not None:
-            raise _StopRequested
-        entry.started_s = monotonic()
-        self._core.move(entry, JobStage.COMPUTING)
-        tokens = np.frombuffer(entry.job.tokens, dtype="<i4").astype(np.int32, copy=False)
-        keys = list(split_keys(entry.job.keys))
-        drawn: Drawn | None = None
-        for chunk in self._core.chunks(entry):
-            is_last = chunk.end == entry.prompt_tokens
-            work = PrefillChunk(
-                sequence=entry.job.job_id,
-                tokens=tokens[chunk.start : chunk.end],
-                start=chunk.start,
-                blocks=entry.blocks,
-                sample=self._sample(entry, tokens) if is_last else None,
-            )
-            drawn = await self._forward(entry, work)
-            self._seal(entry, chunk.start, chunk.end, keys)
-        if drawn is None:
-            raise InternalError(f"job {entry.job.job_id}: the engine drew no token")
+        drawn = await self._computer.compute(entry)
         elapsed_s = monotonic() - entry.started_s
         self._core.computed(entry, elapsed_s)
         self._note_rate(entry.prompt_tokens - entry.cached_tokens, elapsed_s)
         return drawn
-
-    async def _forward(self, entry: QueuedJob, work: PrefillChunk) -> Drawn | None:
-        """One chunk on the engine thread. Slices go to the messenger while later layers compute."""
-        loop = asyncio.get_running_loop()
-        first_block = work.start // self._layout.block_tokens
-        n_blocks = self._layout.blocks_for(work.start + len(work.tokens)) - first_block
-        progress = LayerProgress()
-
-        def on_layer(layer: int) -> None:
-            if entry.stop is not None:
-                raise _StopRequested
-            if entry.job.decode is not None and progress.wrote(layer):
-                loop.call_soon_threadsafe(announce)
-
-        def announce() -> None:
-            """On the loop: all layers written so far, which is one of a real model and may be all of a fast one."""
-            layers = progress.take()
-            if layers:
-                self._announce(entry, layers.start, len(layers), first_block, n_blocks)
-
-        return await self._station.on_engine_thread(self._engine.prefill, work, on_layer)
-
-    def _sample(self, entry: QueuedJob, tokens: TokenArray) -> SampleRequest:
-        job = entry.job
-        return SampleRequest(
-            sampling=job.sampling,
-            position=job.drawn_tokens,
-            history=tokens,
-            banned=banned_tokens(job.drawn_tokens, job.stopping),
-        )
 
     def _announce(self, entry: QueuedJob, layer: int, n_layers: int, first_block: int, n_blocks: int) -> None:
         ready = SliceReady(
@@ -291,15 +273,6 @@ class PrefillService:
         except PeerUnreachable as error:
             entry.stop = entry.stop or error
 
-    def _seal(self, entry: QueuedJob, start: int, end: int, keys: list[BlockKey]) -> None:
-        """Whole blocks of positions *start* .. *end* are computed in all layers: share them."""
-        first = start // self._layout.block_tokens
-        last = min(end // self._layout.block_tokens, len(keys))
-        if last > first:
-            self._station.messenger.post(
-                Seal(job_id=entry.job.job_id, first_block=first, keys=b"".join(keys[first:last]))
-            )
-
     def _note_rate(self, tokens: int, elapsed_s: float) -> None:
         rate = tokens / max(elapsed_s, 1e-6)
         self._tokens_per_s = (
@@ -310,7 +283,7 @@ class PrefillService:
 
     async def _deliver(self, entry: QueuedJob, drawn: Drawn) -> None:
         if entry.stop is not None:  # it came with the last layer, or that layer could not be announced
-            raise _StopRequested
+            raise StopRequested
         job = entry.job
         finish = finish_after(drawn.token, job.drawn_tokens, job.stopping)
         now_s = monotonic()
@@ -377,6 +350,9 @@ class PrefillService:
 
 
 async def run(config: PrefillConfig, lifecycle: Lifecycle) -> None:
-    """Run a prefill instance until *lifecycle* says stop."""
+    """Run a prefill instance, or one further stage of it, until *lifecycle* says stop."""
     async with asyncio.TaskGroup() as tasks:
-        await PrefillService(config, tasks).run(lifecycle)
+        if config.pipeline.stage > 0:
+            await StageService(config, tasks).run(lifecycle)
+        else:
+            await PrefillService(config, tasks).run(lifecycle)

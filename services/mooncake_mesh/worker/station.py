@@ -11,6 +11,7 @@ from mooncake_mesh.config import DecodeConfig, PrefillConfig
 from mooncake_mesh.engine.api import Engine
 from mooncake_mesh.engine.factory import make_engine
 from mooncake_mesh.errors import Draining, MeshError, MooncakeError, PeerUnreachable, Rejected
+from mooncake_mesh.kv.layers import StagePart
 from mooncake_mesh.mesh.arena import Holder
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.node_arena import NodeArena
@@ -68,10 +69,21 @@ class Station:
         self._engine_thread = EngineThread()
         self._conductor = RpcClient(config.conductor)
         self._arena: NodeArena | None = None
+        self._membership: Membership | None = None
 
-    async def load_engine(self) -> Engine:
-        """Make the engine on its own thread, where it will live. Raises ModelError."""
-        return await self.on_engine_thread(make_engine, self._config)
+    async def load_engine(self, part: StagePart | None = None) -> Engine:
+        """Make the engine, or its *part* for a stage, on its own thread, where it will live. Raises ModelError."""
+        return await self.on_engine_thread(make_engine, self._config, part)
+
+    @property
+    def arena_owner(self) -> Incarnation | None:
+        """The messenger whose arena the engine computes on; None while it has none."""
+        return None if self._arena is None else self._arena.owner
+
+    def news(self) -> None:
+        """The load changed in a way that others wait for: tell the conductor now, not with the next beat."""
+        if self._membership is not None:
+            self._membership.news()
 
     def on_engine_thread(self, work: Callable[..., _T], *args: Any) -> "asyncio.Future[_T]":
         """Start *work* on the thread where the engine lives."""
@@ -91,6 +103,7 @@ class Station:
         running = [self._tasks.create_task(work) for work in (self._arena.run(), *background)]
         if await self._first_attached(self._arena, lifecycle):
             membership = Membership(self._conductor, self._member(engine, server.endpoint), self._load)
+            self._membership = membership
             running.append(self._tasks.create_task(membership.run()))
             lifecycle.ready(endpoint=server.endpoint, model=engine.spec.name)
             await lifecycle.stopping.wait()
@@ -105,7 +118,7 @@ class Station:
         """Raise unless a job placed on *incarnation* can be taken now."""
         if incarnation != self.me.incarnation:
             raise PeerUnreachable("the job was placed on another incarnation of this instance")
-        if self.is_draining or self._arena is None or not self._arena.attached.is_set():
+        if self.is_draining or self.arena_owner is None:
             raise Draining("this instance takes no jobs now")
 
     def report_failure(self, job_id: JobId, stream_endpoint: str, error: MooncakeError) -> None:

@@ -1,0 +1,316 @@
+"""A further stage of a prefill instance: activations in, its layers' KV into the node's arena, activations out.
+
+====== ============= ==============================================================
+socket who           what flows
+====== ============= ==============================================================
+ROUTER the head      JoinPipeline, StageChunk, DropJob
+DEALER messenger     OpenWrite, SliceReady, CloseWrite
+DEALER conductor     membership
+door   stage before  activations (shared memory, TCP)
+outlet stage after   activations
+====== ============= ==============================================================
+
+The job, its blocks and its transfer are the head's; a stage keeps the messenger from giving away blocks that it is
+writing. Chunks are computed in order; while one is sent on and reported, the next one computes.
+"""
+
+import asyncio
+from time import monotonic
+from typing import Final
+
+import numpy as np
+import structlog
+
+from mooncake_mesh.config import PrefillConfig
+from mooncake_mesh.engine.api import Engine, PrefillChunk, SampleRequest
+from mooncake_mesh.errors import Aborted, Draining, InternalError, InvalidRequest, MooncakeError, PeerUnreachable
+from mooncake_mesh.mesh.bell import Bell
+from mooncake_mesh.mesh.rpc import Caller, Handler
+from mooncake_mesh.mesh.runtime import Lifecycle
+from mooncake_mesh.prefill.activations import Door, Outlet, SlotMemory
+from mooncake_mesh.prefill.announcing import Forwarded, LayerNews, StopRequested, forward
+from mooncake_mesh.prefill.stage_core import StageCore, StageWork
+from mooncake_mesh.worker.station import Station
+from mooncake_proto.control import Load, Ok, Role
+from mooncake_proto.pipeline import DropJob, JoinPipeline, StageChunk, StageChunkDone, StageJoined
+from mooncake_proto.transfer import CloseWrite, OpenWrite
+
+log = structlog.get_logger(__name__)
+
+_CALL_TIMEOUT_S: Final = 5.0
+_NO_TOKENS: Final = np.zeros(0, np.int32)
+_MEMORY: Final = 0.8
+
+
+class StageService:
+    """One stage above 0."""
+
+    def __init__(self, config: PrefillConfig, tasks: asyncio.TaskGroup) -> None:
+        self._config = config
+        self._tasks = tasks
+        self._core = StageCore()
+        self._station = Station(
+            config,
+            Role.STAGE,
+            tasks,
+            load=self._load,
+            on_stop=self._stop_all,
+            on_gateway_lost=lambda _: None,
+        )
+        self._changed = Bell()
+        self._joining = asyncio.Lock()
+        self._answers: dict[int, asyncio.Future[StageChunkDone]] = {}
+        self._door: Door | None = None
+        self._outlet: Outlet | None = None
+        self._inside = SlotMemory(1, 1)
+        self._outside = SlotMemory(1, 1)
+        self._compute_s = 0.0
+
+    async def run(self, lifecycle: Lifecycle) -> None:
+        """Serve until *lifecycle* says stop; then finish the chunks that are here."""
+        self._engine: Engine = await self._station.load_engine(self._config.pipeline.part)
+        handlers: dict[type, Handler] = {JoinPipeline: self._join, StageChunk: self._chunk, DropJob: self._drop}
+        await self._station.run(self._engine, lifecycle, handlers, [self._compute_chunks()], self._idle)
+        await self._close_ways()
+
+    async def _idle(self) -> None:
+        await self._changed.until(lambda: True if self._core.is_idle else None)
+
+    def _load(self) -> Load:
+        return Load(
+            running_jobs=self._core.running_jobs,
+            queued_tokens=self._core.waiting_tokens,
+            step_s=self._compute_s,
+            prefills=self._core.chunks,
+            draining=self._station.is_draining,
+        )
+
+    def _stop_all(self, why: MooncakeError) -> None:
+        """The arena is gone, or the pipeline: the head finds out by its next chunk, and joins the stages again."""
+        self._core.leave(why)
+        self._changed.ring()
+
+    # --- the pipeline -------------------------------------------------------------------------------------------------
+
+    async def _join(self, request: JoinPipeline, _: Caller) -> StageJoined:
+        """Leave the former pipeline, if there was one, and open the ways of a new one."""
+        mine = self._config.pipeline
+        if (request.stage, request.stages) != (mine.stage, mine.stages):
+            raise InvalidRequest(f"this is stage {mine.stage} of {mine.stages}", param="stage")
+        async with self._joining:
+            self._stop_all(PeerUnreachable("the pipeline was joined anew"))
+            await self._idle()
+            await self._close_ways()
+            arena = self._station.arena_owner
+            if arena is None or self._station.is_draining:
+                raise Draining("this stage takes no chunks now")
+            self._core.join(request.pipeline)
+            door = self._open_ways(request)
+        spec = self._engine.spec
+        log.info("pipeline_joined", pipeline=request.pipeline, transport=self._outlet and self._outlet.transport)
+        return StageJoined(
+            instance_id=self._station.me.instance_id,
+            incarnation=self._station.me.incarnation,
+            arena=arena,
+            fingerprint=spec.fingerprint,
+            dtype=spec.layout.dtype.value,
+            first_layer=spec.layers.first,
+            end_layer=spec.layers.end,
+            layers=spec.layers.total,
+            hidden_bytes=spec.hidden_bytes,
+            door=door.address,
+        )
+
+    def _open_ways(self, request: JoinPipeline) -> Door:
+        config, pipeline = self._config, request.pipeline
+        slot_bytes = request.slot_tokens * self._engine.spec.hidden_bytes
+
+        def arrived(number: int, size_bytes: int) -> None:
+            self._core.arrived(pipeline, number, size_bytes)
+            self._changed.ring()
+
+        self._inside = self._inside.fitting(request.slots, slot_bytes)
+        self._door = Door(
+            config.pipeline.run_dir / f"{config.instance_id}.door",
+            memory=self._inside,
+            on_arrived=arrived,
+        )
+        if request.next_door is not None:
+            self._outside = self._outside.fitting(request.slots, slot_bytes)
+            self._outlet = Outlet(request.next_door, self._outside)
+        return self._door
+
+    async def _close_ways(self) -> None:
+        outlet, self._outlet = self._outlet, None
+        if outlet is not None:
+            outlet.close()
+        door, self._door = self._door, None
+        if door is not None:
+            await door.close()
+
+    # --- chunks -------------------------------------------------------------------------------------------------------
+
+    async def _chunk(self, request: StageChunk, _: Caller) -> StageChunkDone:
+        """Answers when the chunk is computed, announced and sent on, or why it was not."""
+        work = self._core.offer(request)
+        answer: asyncio.Future[StageChunkDone] = asyncio.get_running_loop().create_future()
+        self._answers[request.number] = answer
+        self._changed.ring()
+        try:
+            return await answer
+        except asyncio.CancelledError:  # nobody waits for it any more
+            work.stop = work.stop or Aborted("the head gave the chunk up")
+            self._changed.ring()
+            raise
+
+    def _drop(self, request: DropJob, _: Caller) -> None:
+        self._core.drop(request.job_id, Aborted("the job was dropped"))
+        self._changed.ring()
+
+    async def _compute_chunks(self) -> None:
+        while True:
+            since_s = monotonic()
+            work = await self._changed.until(self._core.next)
+            answer = self._answers.pop(work.chunk.number)
+            try:
+                done = await self._computed(work, monotonic() - since_s)
+            except MooncakeError as error:
+                self._end(work, answer, error)
+            else:
+                self._tasks.create_task(self._finish(work, answer, done))
+
+    async def _computed(self, work: StageWork, waited_s: float) -> StageChunkDone:
+        """Raises MooncakeError: the chunk was stopped, may not be written any more, or the engine failed."""
+        if work.stop is not None:
+            raise work.stop
+        first_block, n_blocks = self._blocks(work.chunk)
+        opening = OpenWrite(
+            job_id=work.chunk.job_id,
+            instance_id=self._station.me.instance_id,
+            incarnation=self._station.me.incarnation,
+            first_block=first_block,
+            n_blocks=n_blocks,
+        )
+        await self._station.messenger.call(opening, Ok, timeout_s=_CALL_TIMEOUT_S)
+        forwarded = await self._forward(work)
+        compute_s, drawn = forwarded.compute_s, forwarded.drawn
+        self._compute_s = _MEMORY * self._compute_s + (1 - _MEMORY) * compute_s if self._compute_s else compute_s
+        log.debug(
+            "chunk_computed",
+            job_id=work.chunk.job_id,
+            number=work.chunk.number,
+            start=work.chunk.start,
+            n_tokens=work.chunk.n_tokens,
+            began_s=forwarded.began_s,
+            compute_s=compute_s,
+            cpu_s=forwarded.cpu_s,
+        )
+        return StageChunkDone(
+            number=work.chunk.number,
+            compute_s=compute_s,
+            waited_s=waited_s,
+            token=None if drawn is None else drawn.token,
+            logprob=None if drawn is None else drawn.logprob,
+        )
+
+    async def _forward(self, work: StageWork) -> Forwarded:
+        """What the engine raises ends here: its traceback holds views of the arena (see PrefillService)."""
+        failure: MooncakeError
+        try:
+            return await self._station.on_engine_thread(
+                forward, self._engine, self._engine_chunk(work), self._news(work)
+            )
+        except StopRequested:
+            failure = work.stop or PeerUnreachable("stopped")
+        except MooncakeError as error:
+            failure = error
+        except Exception as error:  # the failure of one job is reported, and the next chunk is computed
+            log.error("engine_failed", job_id=work.chunk.job_id, exc_info=error)
+            failure = InternalError(f"prefill failed: {type(error).__name__}")
+        await self._close_write(work)
+        raise failure.with_traceback(None)
+
+    def _engine_chunk(self, work: StageWork) -> PrefillChunk:
+        chunk, number = work.chunk, work.chunk.number
+        hidden_bytes = chunk.n_tokens * self._engine.spec.hidden_bytes
+        if self._core.size_bytes(work) != hidden_bytes:
+            raise InternalError(f"chunk {number} came with {self._core.size_bytes(work)} bytes, not {hidden_bytes}")
+        sample = None
+        if chunk.sampling is not None:
+            sample = SampleRequest(
+                sampling=chunk.sampling,
+                position=chunk.drawn_tokens,
+                history=np.frombuffer(chunk.tokens, dtype="<i4").astype(np.int32, copy=False),
+                banned=chunk.banned,
+            )
+        return PrefillChunk(
+            sequence=chunk.job_id,
+            tokens=_NO_TOKENS,
+            start=chunk.start,
+            blocks=chunk.blocks,
+            sample=sample,
+            hidden_in=self._inside.view(number, hidden_bytes),
+            hidden_out=None if self._outlet is None else self._outside.view(number, hidden_bytes),
+        )
+
+    def _news(self, work: StageWork) -> LayerNews:
+        first_block, n_blocks = self._blocks(work.chunk)
+
+        def failed(error: MooncakeError) -> None:
+            work.stop = work.stop or error
+
+        return LayerNews(
+            self._station.messenger,
+            work.chunk.transfer_id,
+            first_layer=self._engine.spec.layers.first,
+            first_block=first_block,
+            n_blocks=n_blocks,
+            is_stopped=lambda: work.stop is not None,
+            failed=failed,
+        )
+
+    async def _finish(self, work: StageWork, answer: "asyncio.Future[StageChunkDone]", done: StageChunkDone) -> None:
+        """Send on, close the write (and so make sure that all slices are announced), report."""
+        failure: MooncakeError | None = None
+        try:
+            if self._outlet is not None:
+                await self._outlet.send(work.chunk.number, work.chunk.n_tokens * self._engine.spec.hidden_bytes)
+        except MooncakeError as error:
+            failure = error
+        if not await self._close_write(work):
+            failure = failure or PeerUnreachable("the node's messenger is gone")
+        failure = failure or work.stop  # a slice that could not be announced
+        if failure is not None:
+            self._end(work, answer, failure)
+            return
+        self._core.done(work)
+        self._changed.ring()
+        if not answer.done():
+            answer.set_result(done)
+
+    async def _close_write(self, work: StageWork) -> bool:
+        """Whether the messenger has heard of it; one that is gone has no blocks to keep either."""
+        closing = CloseWrite(
+            job_id=work.chunk.job_id,
+            incarnation=self._station.me.incarnation,
+            first_block=self._blocks(work.chunk)[0],
+        )
+        try:
+            await self._station.messenger.call(closing, Ok, timeout_s=_CALL_TIMEOUT_S)
+        except MooncakeError as error:
+            log.warning("close_write_failed", job_id=work.chunk.job_id, code=error.code)
+            return False
+        return True
+
+    def _end(self, work: StageWork, answer: "asyncio.Future[StageChunkDone]", why: MooncakeError) -> None:
+        work.stop = work.stop or why
+        self._core.done(work)
+        self._changed.ring()
+        if not answer.done():
+            answer.set_exception(why)
+
+    def _blocks(self, chunk: StageChunk) -> tuple[int, int]:
+        """First block of a chunk, and how many it has."""
+        layout = self._engine.spec.layout
+        first = chunk.start // layout.block_tokens
+        return first, layout.blocks_for(chunk.start + chunk.n_tokens) - first

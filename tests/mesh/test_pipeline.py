@@ -1,0 +1,114 @@
+"""A prefill instance of two processes: same text, KV of both in the pool, and what follows when one of them dies."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from mooncake_proto.control import Role
+from tests.mesh import clients
+from tests.mesh.clients import Stream
+from tests.mesh.harness import Mesh
+
+pytestmark = pytest.mark.mesh
+
+FLAGS = {
+    "prefill": ["--fake-prefill-s-per-token=0.003", "--chunk-tokens=32", "--fake-layers=5", "--log-level=debug"],
+    "decode": ["--fake-decode-s-base=0.005", "--fake-layers=5"],
+}
+FIVE_LAYERS = replace(clients.FAKE, layout=replace(clients.FAKE.layout, layers=5))
+TOKENS = 20
+PROMPT = "a prompt that goes through two stages, chunk by chunk, " * 12
+
+
+@pytest.fixture(scope="module")
+def two_stages() -> Iterator[Mesh]:
+    with Mesh(flags=FLAGS, prefill_stages=2) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def mesh(two_stages: Mesh) -> Mesh:
+    """One prefill instance of two stages that take their time, whole again after whatever the last test did."""
+    for name in two_stages.names:
+        if not two_stages.is_running(name):
+            two_stages.start(name)
+    two_stages.wait_healthy()
+    two_stages.wait_idle()
+    return two_stages
+
+
+def expected(prompt: str, n: int = TOKENS) -> str:
+    return clients.expected_text(prompt, n, FIVE_LAYERS)
+
+
+def computed(mesh: Mesh, name: str, least_chunks: int) -> list[dict[str, float]]:
+    """Wait until a stage has computed so many chunks of its life; all of them."""
+
+    def look() -> list[dict[str, float]] | None:
+        chunks = [entry for entry in mesh.logs(name) if entry.get("event") == "chunk_computed"]
+        return chunks if len(chunks) >= least_chunks else None
+
+    return mesh.wait(look, what=f"{name} to compute {least_chunks} chunks")
+
+
+def test_two_stages_say_what_one_says_and_overlap(mesh: Mesh) -> None:
+    roles = {state.member.instance_id: state.member.role for state in mesh.status().cluster.members}
+    assert roles["prefill0-1"] is Role.STAGE
+    assert clients.complete(mesh.http, PROMPT, TOKENS) == expected(PROMPT)
+    head, stage = computed(mesh, "prefill0", 3), computed(mesh, "prefill0-1", 3)
+    assert [chunk["start"] for chunk in stage] == [chunk["start"] for chunk in head]
+    end_s = head[0]["began_s"] + head[0]["compute_s"]
+    assert stage[0]["began_s"] >= end_s
+    assert stage[0]["began_s"] < head[-1]["began_s"]  # one prompt, in both stages at once
+    sent = mesh.wait_log("prefill0", "prefill_sent")
+    assert sent["sent_bytes"] > 0
+    mesh.wait_idle()
+
+
+def test_what_both_stages_wrote_is_in_the_pool(mesh: Mesh) -> None:
+    prompt = "whole blocks of five layers, of which each stage has some, " * 6
+    first = clients.post(mesh.http, "/v1/completions", clients.completion_fields(prompt, TOKENS)).json()
+    again = clients.post(mesh.http, "/v1/completions", clients.completion_fields(prompt, TOKENS)).json()
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 300
+    assert first["choices"][0]["text"] == again["choices"][0]["text"] == expected(prompt)
+
+
+def test_requests_follow_each_other_through_the_stages(mesh: Mesh) -> None:
+    prompts = [f"request number {number} of several at once: " + PROMPT for number in range(4)]
+    streams = [Stream(mesh.http, prompt, TOKENS) for prompt in prompts]
+    for stream, prompt in zip(streams, prompts, strict=True):
+        with stream:
+            assert stream.result() == expected(prompt)
+    mesh.wait_idle()
+
+
+def test_a_cancelled_request_leaves_both_stages(mesh: Mesh) -> None:
+    before = len(computed(mesh, "prefill0-1", 0))
+    with Stream(mesh.http, "it will be cancelled: " + PROMPT * 3, TOKENS):
+        computed(mesh, "prefill0-1", before + 2)
+    mesh.wait_idle()
+    assert clients.complete(mesh.http, PROMPT, TOKENS) == expected(PROMPT)
+
+
+@pytest.mark.parametrize("victim", ["prefill0-1", "prefill0"])
+def test_a_request_survives_the_death_of_a_stage(mesh: Mesh, victim: str) -> None:
+    prompt = f"while this one runs {victim} dies: " + PROMPT * 2
+    before = len(computed(mesh, "prefill0-1", 0))
+    with Stream(mesh.http, prompt, TOKENS) as stream:
+        computed(mesh, "prefill0-1", before + 2)
+        mesh.kill(victim)
+        assert stream.text == ""
+        mesh.start(victim)
+        assert stream.result() == expected(prompt)
+    mesh.wait_healthy()
+    mesh.wait_idle()
+
+
+def test_stages_join_again_after_the_messenger_was_lost(mesh: Mesh) -> None:
+    mesh.kill("messenger0")
+    mesh.start("messenger0")
+    mesh.wait_healthy()
+    assert clients.complete(mesh.http, PROMPT, TOKENS) == expected(PROMPT)
+    mesh.wait_idle()

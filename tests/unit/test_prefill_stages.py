@@ -1,0 +1,157 @@
+"""What stages and their head decide about chunks: order, arrival, drops, slots; and activations through a door."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mooncake_mesh.errors import Aborted, InvalidRequest, PeerUnreachable, TransferError
+from mooncake_mesh.prefill.activations import Door, Outlet, SlotMemory
+from mooncake_mesh.prefill.stage_core import Flight, StageCore, StageWork
+from mooncake_proto.ids import Incarnation, JobId
+from mooncake_proto.pipeline import StageChunk, StageDoor
+
+LIFE, OTHER = Incarnation("p1"), Incarnation("p2")
+
+
+def chunk(number: int, job: str = "a", pipeline: Incarnation = LIFE) -> StageChunk:
+    return StageChunk(
+        pipeline=pipeline, number=number, job_id=JobId(job), transfer_id=None, start=0, n_tokens=4, blocks=(1,)
+    )
+
+
+def joined() -> StageCore:
+    core = StageCore()
+    core.join(LIFE)
+    return core
+
+
+def taken(core: StageCore) -> StageWork:
+    work = core.next()
+    assert work is not None
+    return work
+
+
+# --- a stage ----------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_computed_in_order_whatever_arrives_first() -> None:
+    core = joined()
+    core.arrived(LIFE, 1, 64)  # sooner than its chunk
+    for number in (0, 1):
+        core.offer(chunk(number))
+    assert core.next() is None
+    core.arrived(LIFE, 0, 32)
+    works = [taken(core), taken(core)]
+    assert [work.chunk.number for work in works] == [0, 1]
+    assert [core.size_bytes(work) for work in works] == [32, 64]
+    assert core.next() is None
+    assert not core.is_idle
+    for work in works:
+        core.done(work)
+    assert core.is_idle
+
+
+def test_a_dropped_chunk_is_ended_without_its_activations() -> None:
+    core = joined()
+    for number, job in enumerate("aab"):
+        core.offer(chunk(number, job))
+    core.arrived(LIFE, 2, 64)
+    core.drop(JobId("a"), Aborted("cancelled"))
+    works = [taken(core) for _ in range(3)]
+    assert [work.stop is None for work in works] == [False, False, True]
+    for work in works:
+        core.done(work)
+    core.arrived(LIFE, 1, 64)  # it was on its way: nobody waits for it, and it is not kept
+    core.offer(chunk(3))
+    assert core.next() is None
+    assert core.chunks == 1
+
+
+def test_chunks_of_another_pipeline_or_out_of_order_are_refused() -> None:
+    core = joined()
+    with pytest.raises(PeerUnreachable):
+        core.offer(chunk(0, pipeline=OTHER))
+    core.offer(chunk(5))
+    with pytest.raises(InvalidRequest):
+        core.offer(chunk(5))
+    core.drop_all(PeerUnreachable("gone"))
+    core.done(taken(core))
+    core.join(OTHER)
+    core.arrived(LIFE, 0, 64)
+    core.offer(chunk(0, pipeline=OTHER))
+    assert core.next() is None
+
+
+def test_a_stage_that_left_takes_nothing_until_it_joins() -> None:
+    core = joined()
+    core.offer(chunk(0))
+    core.leave(PeerUnreachable("the arena is gone"))
+    assert taken(core).stop is not None
+    with pytest.raises(PeerUnreachable):
+        core.offer(chunk(1))
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_used_again_when_the_chunk_before_is_over() -> None:
+    flight = Flight(slots=2)
+    assert [flight.begin(), flight.begin(), flight.begin()] == [0, 1, None]
+    flight.over(1)
+    assert flight.begin() is None  # slot 0 is next, and in use
+    flight.over(0)
+    assert [flight.begin(), flight.begin(), flight.begin()] == [2, 3, None]
+    assert flight.n_open == 2
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_activations_come_through_the_door(tmp_path: Path, transport: str) -> None:
+    async def run() -> None:
+        arrived: list[tuple[int, int]] = []
+        inside, outside = SlotMemory(2, 100_000), SlotMemory(2, 100_000)
+        door = Door(tmp_path / "door", memory=inside, on_arrived=lambda *which: arrived.append(which))
+        outlet = Outlet(_elsewhere(door.address) if transport == "tcp" else door.address, outside)
+        assert outlet.transport == transport
+        for number, fill in ((6, b"a"), (7, b"b"), (8, b"c")):
+            size = 90_000 + number
+            outside.view(number, size)[:] = fill * size
+            await outlet.send(number, size)
+            assert inside.view(number, size) == fill * size
+        assert arrived == [(6, 90_006), (7, 90_007), (8, 90_008)]
+        outlet.close()
+        await door.close()
+
+    asyncio.run(run())
+
+
+def test_a_door_takes_nothing_for_another_pipeline(tmp_path: Path) -> None:
+    async def run() -> None:
+        arrived: list[int] = []
+        memory = SlotMemory(2, 4096)
+        door = Door(tmp_path / "door", memory=memory, on_arrived=lambda n, _: arrived.append(n))
+        wrong = _changed(door.address, token="00" * 16)
+        outlets: Sequence[Outlet] = (Outlet(wrong, SlotMemory(2, 4096)), Outlet(door.address, SlotMemory(2, 8192)))
+        for outlet, size in zip(outlets, (4096, 8192), strict=True):  # the second sends more than a slot takes
+            with pytest.raises(TransferError):
+                await outlet.send(0, size)
+            outlet.close()
+        assert arrived == []
+        await door.close()
+
+    asyncio.run(run())
+
+
+def _elsewhere(door: StageDoor) -> StageDoor:
+    return _changed(door, host_id="another machine")
+
+
+def _changed(door: StageDoor, **other: str) -> StageDoor:
+    fields = {
+        name: getattr(door, name) for name in ("host_id", "shm_path", "tcp_host", "tcp_port", "token", "link_secret")
+    }
+    return StageDoor(**{**fields, **other})
