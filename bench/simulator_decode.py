@@ -94,37 +94,34 @@ class DecodeShell:
 
     def _load_now(self) -> Load:
         core = self.core
-        waiting = core.n_waiting
         stepped = min(self._steps_by(self.node.clock.now_s), self._steps)
+        waiting = waiting_tokens = 0
+        progress: list[tuple[int, int]] = []
+        for sequence in core.sequences():  # in one pass: there are two of these a second and instance
+            if sequence.is_waiting:
+                waiting += 1
+                waiting_tokens += sequence.length
+            else:
+                more = stepped if sequence.stage is SequenceStage.RUNNING else 0
+                progress.append((sequence.length + more, sequence.decoded + more))
         return Load(
             blocks_total=self._batch_blocks,
             max_batch=core.max_batch,
             queued_jobs=waiting,
-            queued_tokens=core.waiting_tokens,
-            running_jobs=core.n_jobs - waiting,
-            running_tokens=core.running_tokens + stepped * len(self._batch),
+            queued_tokens=waiting_tokens,
+            running_jobs=len(progress),
+            running_tokens=sum(tokens for tokens, _ in progress),
             step_s=self._step_s_after(stepped),
-            sequences=self._progress(stepped),
+            sequences=tuple(progress),
             decoded_tokens=core.decoded_tokens,
             steps=core.steps + stepped,
-            recent_steps=(*core.recent_steps(), self._sample(stepped)) if stepped else core.recent_steps(),
+            recent_steps=(self._sample(stepped),) if stepped else core.recent_steps()[-1:],
         )
 
     def _sample(self, n: int) -> tuple[int, int, float]:
         """The *n*-th step of the window as a sample: sequences, tokens of KV, seconds."""
         sequences = len(self._batch)
         return sequences, self._context + (n - 1) * sequences, self._first_step_s + (n - 1) * self._step_growth_s
-
-    def _progress(self, stepped: int) -> tuple[tuple[int, int], ...]:
-        """That of the core, with *stepped* tokens more for all that are in the batch."""
-        progress = self.core.progress()
-        if not stepped:
-            return progress
-        started = (seq for seq in self.core.sequences() if not seq.is_waiting)
-        return tuple(
-            (tokens + stepped, decoded + stepped) if seq.stage is SequenceStage.RUNNING else (tokens, decoded)
-            for seq, (tokens, decoded) in zip(started, progress, strict=True)
-        )
 
     @property
     def running(self) -> int:
