@@ -72,7 +72,7 @@ class Load:
     Decode: queued are the jobs whose KV is still to come, with their tokens; ``sequences`` are the (tokens, decoded
     tokens) of every running one; ``decoded_tokens`` is what a finished one had decoded here, on average of late.
     ``recent_steps`` are the (sequences, tokens of KV, seconds) of the last few of ``steps``, newest last; ``step_s`` is
-    their moving average.
+    their moving average. ``max_batch`` is how many sequences a step takes.
     Messenger: ``recent_copies`` are the (bytes, seconds) of the last few of ``copies`` prefixes that it had from other
     nodes, newest last.
     """
@@ -104,6 +104,7 @@ class Load:
     sequences: tuple[tuple[Natural, Natural], ...] = ()
     decoded_tokens: float = 0.0
     steps: Natural = 0
+    max_batch: Natural = 0
     recent_steps: tuple[tuple[Natural, Natural, float], ...] = ()
     copies: Natural = 0
     recent_copies: tuple[tuple[Natural, float], ...] = ()

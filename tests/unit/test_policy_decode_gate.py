@@ -112,10 +112,23 @@ INSTANCE = InstanceView(
 CLUSTER = ClusterView(prefill=(), decode=(INSTANCE,), decode_s=7.0)
 
 
+OBJECTIVES = Objectives(ttft_s=5.0, tbt_s=0.1)
+
+
+def gate_of(
+    instance: InstanceView,
+    *,
+    kind: AdmissionKind = AdmissionKind.EARLY,
+    objectives: Objectives = OBJECTIVES,
+    prompt_tokens: int = 100,
+) -> DecodeGate | None:
+    admission = Admission(kind=kind)
+    return gate_for(instance, CLUSTER, COST, objectives, admission, prompt_tokens=prompt_tokens, block_tokens=16)
+
+
 @pytest.mark.parametrize("kind", list(AdmissionKind))
 def test_a_gate_tells_the_corrected_step_time_of_its_instance(kind: AdmissionKind) -> None:
-    objectives = Objectives(ttft_s=5.0, tbt_s=0.1)
-    gate = gate_for(INSTANCE, CLUSTER, COST, objectives, Admission(kind=kind), block_tokens=16)
+    gate = gate_of(INSTANCE, kind=kind)
     assert gate is not None
     assert gate.kind is (GateKind.HOLD if kind is AdmissionKind.HOLD else GateKind.CHECK)
     assert (gate.tbt_s, gate.room_tokens, gate.decode_s) == (0.1, 1600, 7.0)
@@ -123,4 +136,24 @@ def test_a_gate_tells_the_corrected_step_time_of_its_instance(kind: AdmissionKin
 
 
 def test_without_an_objective_for_steps_there_is_no_gate() -> None:
-    assert gate_for(INSTANCE, CLUSTER, COST, Objectives(ttft_s=5.0), Admission(), block_tokens=16) is None
+    assert gate_of(INSTANCE, objectives=Objectives(ttft_s=5.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "prompt_tokens", "is_asked"),
+    [
+        ({}, 700, False),
+        ({}, 900, True),  # over half of the blocks
+        ({"waiting_tokens": 700}, 200, True),
+        ({"running_jobs": 7, "running_tokens": 100}, 100, False),  # a step of 28 ms, where 50 are half of the objective
+        ({"running_jobs": 7, "running_tokens": 100, "factor": 2.0}, 100, True),
+        ({"running_jobs": 4, "waiting_jobs": 4, "max_batch": 16}, 100, True),  # more than half of the batch
+        ({"max_batch": 0}, 100, True),  # not known
+    ],
+)
+def test_a_half_loaded_instance_is_asked_and_an_idle_one_is_not(
+    changed: dict[str, float], prompt_tokens: int, is_asked: bool
+) -> None:
+    """Load counts what waits there already and how much slower than the model the instance is."""
+    instance = replace(INSTANCE, **{"factor": 1.0, "max_batch": 64, **changed})
+    assert (gate_of(instance, prompt_tokens=prompt_tokens) is not None) is is_asked

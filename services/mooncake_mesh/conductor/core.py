@@ -198,7 +198,7 @@ class ConductorCore:
         copy = self._replicator.placed(shape, request.keys, placed, view) if self._replicator is not None else None
         if copy is not None:
             self._replicate(copy, request, shape, now_s)
-        return self._placement(request, placed, self._gate(placed, view, card), prefill_s)
+        return self._placement(request, placed, self._gate(shape, placed, view), prefill_s)
 
     def _placed(self, request: Schedule, shape: RequestShape, view: ClusterView) -> Placed | Refused:
         cost, objectives = self._roster.cost, self._objectives
@@ -211,10 +211,18 @@ class ConductorCore:
         view = seen_by(request.priority, view)
         return place(shape, view, cost, objectives, self._scheduling)
 
-    def _gate(self, placed: Placed, view: ClusterView, card: ModelCard) -> DecodeGate | None:
+    def _gate(self, shape: RequestShape, placed: Placed, view: ClusterView) -> DecodeGate | None:
         instance = next(instance for instance in view.decode if instance.instance_id == placed.decode)
         admission = self._scheduling.admission
-        return gate_for(instance, view, self._roster.cost, self._objectives, admission, block_tokens=card.block_tokens)
+        return gate_for(
+            instance,
+            view,
+            self._roster.cost,
+            self._objectives,
+            admission,
+            prompt_tokens=shape.prompt_tokens,
+            block_tokens=shape.block_tokens,
+        )
 
     def _replicate(self, copy: Replica, request: Schedule, shape: RequestShape, now_s: float) -> None:
         source, target = self._messenger(copy.source), self._messenger(copy.target)

@@ -104,5 +104,6 @@ def decode_view(
         sequences=load.sequences,
         step_s=load.step_s,
         kv_limit_tokens=limit_tokens,
+        max_batch=load.max_batch,
         factor=factor,
     )

@@ -54,7 +54,7 @@ class DecodeCore:
 
     def __init__(self, *, block_tokens: int, max_batch: int, max_jobs: int, step_cost: StepCost | None = None) -> None:
         self._block_tokens = block_tokens
-        self._max_batch = max_batch
+        self.max_batch = max_batch
         self._max_jobs = max_jobs
         self._step_cost = step_cost
         self._sequences: dict[JobId, DecodeSequence] = {}
@@ -182,7 +182,7 @@ class DecodeCore:
 
     def _batch(self) -> Batch:
         running = [seq for seq in self._sequences.values() if seq.stage in ACTIVE and seq.is_granted]
-        return Batch(jobs=len(running), tokens=sum(seq.length for seq in running), max_jobs=self._max_batch)
+        return Batch(jobs=len(running), tokens=sum(seq.length for seq in running), max_jobs=self.max_batch)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -192,9 +192,9 @@ class DecodeCore:
         Stalled sequences sit out.
         """
         able = [seq for seq in self._sequences.values() if seq.stop is None and self._has_room(seq)]
-        batch = [seq for seq in able if seq.stage is SequenceStage.RUNNING][: self._max_batch]
+        batch = [seq for seq in able if seq.stage is SequenceStage.RUNNING][: self.max_batch]
         ready = [seq for seq in able if seq.stage is SequenceStage.READY and seq.is_granted]
-        joining = ready[: self._max_batch - len(batch)]
+        joining = ready[: self.max_batch - len(batch)]
         for sequence in joining:
             self._move(sequence, SequenceStage.RUNNING)
         return batch + joining

@@ -103,6 +103,7 @@ class DecodeService:
             sequences=self._core.progress(),
             decoded_tokens=self._core.decoded_tokens,
             steps=self._core.steps,
+            max_batch=self._core.max_batch,
             recent_steps=self._core.recent_steps(),
         )
 

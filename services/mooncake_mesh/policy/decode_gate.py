@@ -9,7 +9,8 @@ the first token, not as time between tokens.
             passed for ever. Refused when the wait is expected to outlast the time that is left to the first token.
 
 Under both a prompt waits for blocks and for a place in the batch, and is refused if it has none when its first token is
-due.
+due. Asking costs a message on the way of the first token, so whoever goes to an instance that will be at most half
+loaded with all that is on its way there is not asked.
 
 Pure functions of values. An empty batch takes whoever is first: who does not fit alone never will.
 """
@@ -23,9 +24,12 @@ from mooncake_mesh.config_scheduling import AdmissionKind
 from mooncake_mesh.policy.admission import TBT_SHARE, Admission
 from mooncake_mesh.policy.cost_model import CostModel, StepCost
 from mooncake_mesh.policy.decisions import Refused, contended
-from mooncake_mesh.policy.forecast import batch_load, freed_after_s
+from mooncake_mesh.policy.forecast import batch_load, decoding_now, freed_after_s
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives
 from mooncake_proto.serving import DecodeGate, GateKind
+
+_FREE_LOAD: Final = 0.5
+"""Load up to which an instance takes a prompt unasked."""
 
 
 class Verdict(enum.Enum):
@@ -105,13 +109,15 @@ def gate_for(
     objectives: Objectives,
     admission: Admission,
     *,
+    prompt_tokens: int,
     block_tokens: int,
 ) -> DecodeGate | None:
-    """What *instance* needs to know to decide by itself; None without an objective for the time between tokens.
+    """What *instance* needs to know to decide by itself on a prompt; None where it need not, for lack of load or of an
+    objective for the time between tokens.
 
     Exact for step times that are linear in sequences and KV, as all fitted ones are.
     """
-    if objectives.tbt_s is None:
+    if objectives.tbt_s is None or _is_free(instance, prompt_tokens, block_tokens, cost, objectives.tbt_s):
         return None
     room_tokens = max(1, instance.blocks_total * block_tokens)
     base_s = cost.decode_step_s(0, 0)
@@ -124,6 +130,17 @@ def gate_for(
         room_tokens=room_tokens,
         decode_s=admission.decode_time_s(cluster),
     )
+
+
+def _is_free(instance: InstanceView, prompt_tokens: int, block_tokens: int, cost: CostModel, tbt_s: float) -> bool:
+    """Whether it takes one more without a question, with all that waits there already."""
+    load = (
+        decoding_now(instance)
+        .with_added(1 + instance.waiting_jobs, prompt_tokens + instance.waiting_tokens)
+        .load(cost, block_tokens=block_tokens, tbt_s=tbt_s)
+    )
+    n_jobs = instance.running_jobs + instance.waiting_jobs + 1
+    return load <= _FREE_LOAD and n_jobs <= _FREE_LOAD * instance.max_batch
 
 
 def _checked(batch: Batch, candidate: Candidate, steps: StepCost) -> Verdict | Refused:

@@ -30,7 +30,8 @@ class InstanceView:
     ``least_urgent`` is the largest priority among them.
     Decode: running jobs are in the batch, waiting ones have their KV still to come; ``sequences`` are the (tokens,
     decoded tokens) of the running ones, ``step_s`` is how long a step takes of late, and ``kv_limit_tokens`` how much
-    KV it can run within the TBT objective, 0 for no limit but its blocks.
+    KV it can run within the TBT objective, 0 for no limit but its blocks; ``max_batch`` sequences fit a step, 0 if
+    that is not known.
     ``blocks_available`` can be had for a new job: free, or cached and unreferenced. ``factor`` is by how much the
     instance is slower than the cost model says, as observed.
     """
@@ -49,6 +50,7 @@ class InstanceView:
     sequences: tuple[tuple[int, int], ...] = ()
     step_s: float = 0.0
     kv_limit_tokens: int = 0
+    max_batch: int = 0
     factor: float = 1.0
 
 
