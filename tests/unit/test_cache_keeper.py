@@ -85,7 +85,7 @@ def play(script: Script, pool: Pool, scene: Callable[[Bench], Awaitable[None]]) 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_keeper, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(cache_keeper, "_FIRST_PAUSE_S", 0.001)
 
 
 def test_what_the_pool_lacks_is_computed_behind_the_clients() -> None:

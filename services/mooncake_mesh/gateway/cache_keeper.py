@@ -6,6 +6,7 @@ reason (no request of its size could run) fails; whatever may pass is tried agai
 """
 
 import asyncio
+import math
 import secrets
 import time
 from array import array
@@ -83,8 +84,11 @@ class CacheKeeper:
                 task.cancel()
 
     async def _wait(self) -> None:
+        """Until there is news, a cache that could not be filled is due, or it is time to look anyway."""
+        due_s = min((trouble.not_before_s for trouble in self._trouble.values()), default=math.inf)
+        pause_s = min(_LOOK_EVERY_S, max(_FIRST_PAUSE_S, due_s - time.monotonic()))
         try:
-            async with asyncio.timeout(_LOOK_EVERY_S):
+            async with asyncio.timeout(pause_s):
                 await self._news.wait()
         except TimeoutError:
             return

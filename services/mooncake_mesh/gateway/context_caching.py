@@ -15,6 +15,7 @@ from mooncake_mesh.errors import InvalidRequest, TooLong
 from mooncake_mesh.gateway.cache_keeper import CacheKeeper
 from mooncake_mesh.gateway.cache_thread import CacheThread
 from mooncake_mesh.gateway.caching_requests import (
+    CACHE_HEADER,
     cache_headers,
     cache_message,
     parse_create,
@@ -86,10 +87,23 @@ class ContextCaching:
     # --- chats --------------------------------------------------------------------------------------------------------
 
     async def resolve(self, body: bytes, headers: Mapping[str, str], tenant: str) -> ResolvedChat:
-        """The chat that *body* and *headers* stand for."""
-        named = cache_headers(headers)
-        if named is None and _MARK not in body:
+        """The chat that *body* and *headers* stand for.
+
+        A dry run or a refusal is not served afterwards: it counts as a request here. Raises Rejected for one too many.
+        """
+        if _MARK not in body and CACHE_HEADER not in headers:
             return ResolvedChat(body=body)
+        try:
+            chat = await self._resolve(body, headers, tenant)
+        except InvalidRequest:
+            self._rates.take_request(tenant, time.monotonic())
+            raise
+        if chat.is_dry_run:
+            self._rates.take_request(tenant, time.monotonic())
+        return chat
+
+    async def _resolve(self, body: bytes, headers: Mapping[str, str], tenant: str) -> ResolvedChat:
+        named = cache_headers(headers)
         chat = await self._preparation.parse(body, dict)
         use = cache_message(chat)
         if use is None:

@@ -171,7 +171,6 @@ class _Answering:
             if self._operation is Operation.CHAT:
                 chat = await self._caching.resolve(body, headers, tenant)
             if chat.is_dry_run:
-                self._completions.rates.take_request(tenant, time.monotonic())
                 answer.add_headers(chat.headers(0, time.time()))
                 await answer.whole(dry_run_answer(chat, request_id))
                 return

@@ -68,7 +68,6 @@ class SdkDoor:
             if request.operation is Operation.CHAT:
                 chat = await self._caching.resolve(request.request, {}, tenant)
             if chat.is_dry_run:
-                self._completions.rates.take_request(tenant, time.monotonic())
                 await door.whole(dry_run_answer(chat, request_id))
                 return
             await self._completions.serve(request.operation, chat.body, door, request_id=request_id, tenant=tenant)
