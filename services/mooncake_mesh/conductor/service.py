@@ -229,6 +229,7 @@ def _scheduling(config: ConductorConfig) -> Scheduling:
         threshold=config.kvcache_balancing_threshold,
         replication_share=config.replication_share,
         admission=Admission(kind=config.admission, decode_s=config.decode_s, wip_limit=config.wip_limit),
+        hybrid_decode=config.hybrid_decode,
     )
 
 

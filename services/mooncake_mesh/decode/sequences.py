@@ -24,6 +24,7 @@ class SequenceStage(enum.Enum):
 MOVES: Final = frozenset(
     {
         (SequenceStage.WAITING, SequenceStage.READY),
+        (SequenceStage.WAITING, SequenceStage.FINISHED),  # computed here, and its first token is all there is
         (SequenceStage.READY, SequenceStage.RUNNING),
         (SequenceStage.RUNNING, SequenceStage.FINISHED),
         (SequenceStage.WAITING, SequenceStage.STOPPED),
@@ -76,7 +77,7 @@ class DecodeSequence:
 
     @property
     def decoded(self) -> int:
-        """Tokens drawn here: the first one came from prefill."""
+        """Tokens drawn here by steps: the first one came from prefill."""
         return max(0, self.length - self.prompt_tokens - 1)
 
     def left_s(self, now_s: float) -> float | None:

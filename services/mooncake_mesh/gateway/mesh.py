@@ -252,9 +252,10 @@ class MeshClient:
 
     async def _start(self, running: _Running, command: StartJobs) -> None:
         """Send both jobs at once; neither waits for the other."""
-        job_id, placement = command.prefill.job_id, command.placement
+        job_id, placement = command.placement.job_id, command.placement
         async with asyncio.TaskGroup() as calls:
-            calls.create_task(self._submit(running, placement.prefill, command.prefill, job_id))
+            if command.prefill is not None:
+                calls.create_task(self._submit(running, placement.prefill, command.prefill, job_id))
             if command.decode is not None:
                 calls.create_task(self._submit(running, placement.decode, command.decode, job_id))
         self._feed(running, JobsAccepted(job_id=job_id))
