@@ -28,6 +28,8 @@ KINDS = {"format": "mooncake-mesh/cost/2", "kinds": {"default": COST, "slow": {*
 SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 7}]
 LONG = "a prompt of several chunks, " * 25
 
+ELSEWHERE = "five blocks that a prefill instance computes for one token alone, and a few more"
+
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
@@ -96,6 +98,18 @@ def test_the_answer_is_that_of_two_instances(mesh: Mesh) -> None:
     mesh.restart("conductor")
     assert apart == here
     assert len(computed(mesh)) == before + len(here)
+
+
+def test_a_prefix_that_only_the_prefill_node_has_is_copied(mesh: Mesh) -> None:
+    mesh.restart("conductor", "--hybrid-decode=off")
+    mesh.wait_healthy()
+    answer(mesh, ELSEWHERE, 1)
+    mesh.restart("conductor")
+    mesh.wait_healthy()
+    mesh.wait(lambda: mesh.status().indexed_blocks.get("node0", 0) >= 5 or None, what="the blocks to be told")
+    text, cached = answer(mesh, ELSEWHERE, 20)
+    assert (text, cached) == (clients.expected_text(ELSEWHERE, 20), 80)
+    assert 80 in [prompt["cached_tokens"] for prompt in computed(mesh)]
 
 
 def test_a_first_token_that_is_the_last_one(mesh: Mesh) -> None:
