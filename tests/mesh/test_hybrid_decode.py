@@ -73,8 +73,13 @@ def left(mesh: Mesh) -> dict[str, int]:
 
 
 def computing(mesh: Mesh) -> str:
-    """Wait until a decode instance computes a prompt, and say which."""
-    return mesh.wait(lambda: next(iter(left(mesh)), None), what="a decode instance to compute a prompt")
+    """Wait until a decode instance computes a long prompt, and say which. Short ones may be told of when they are over
+    already."""
+
+    def look() -> str | None:
+        return next((name for name, tokens in left(mesh).items() if tokens > 200), None)
+
+    return mesh.wait(look, what="a decode instance to compute a prompt")
 
 
 def answer(mesh: Mesh, prompt: str, max_tokens: int, **fields: Any) -> tuple[str, int]:
@@ -144,7 +149,6 @@ def test_streams_go_on_while_a_prompt_is_computed(mesh: Mesh) -> None:
             mesh.wait(lambda: (0 < left(mesh).get(name, 0) < left_before) or None, what="a further chunk")
             assert one.chunks > before[0]
             assert two.chunks > before[1]
-            assert long.text == ""
             assert long.result() == clients.expected_text(LONG, 10)
         one.disconnect()
         two.disconnect()
