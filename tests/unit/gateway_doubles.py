@@ -17,6 +17,7 @@ from mooncake_mesh.gateway.http import HttpLimits, create_app
 from mooncake_mesh.gateway.metrics import DoorMetrics
 from mooncake_mesh.gateway.tokenizer import BYTE_EOS, ByteTokenizer
 from mooncake_proto.control import ModelCard, StatusReport
+from mooncake_proto.decisions import DecisionsReport
 from mooncake_proto.ids import RequestId
 from mooncake_proto.serving import FinishReason, TokenLogprob
 
@@ -45,6 +46,7 @@ class ScriptedMesh:
         self.state = Readiness(ready=True, reasons=())
         self.content: set[RequestId] = set()
         self.known: StatusReport | None = None
+        self.decided: DecisionsReport | None = None
 
     def models(self) -> tuple[ModelCard, ...]:
         return self.cards
@@ -57,6 +59,9 @@ class ScriptedMesh:
 
     async def report(self) -> StatusReport | None:
         return self.known
+
+    async def decisions(self, *, after: int) -> DecisionsReport | None:
+        return self.decided
 
     async def generate(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
