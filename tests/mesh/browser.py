@@ -69,7 +69,10 @@ class Browser:
         self._end()
 
     def open(self, url: str) -> None:
-        self._do("Page.navigate", url=url)
+        """Returns when the page and its files are loaded."""
+        answer = self._do("Page.navigate", url=url)
+        assert "errorText" not in answer, answer
+        self.until(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
 
     def size(self, width: int, height: int) -> None:
         """Of the window, in CSS pixels."""

@@ -171,9 +171,9 @@ class DecisionLog:
             case "ttft_objective" if prefill and objectives.ttft_s is not None:
                 soonest = f"soonest first token in {prefill[0].ttft_s:.2f} s on {prefill[0].instance_id}"
                 return f"{soonest}, the objective is {objectives.ttft_s:g} s"
-            case "tbt_objective" | "tbt_objective_predicted" if decode and objectives.tbt_s is not None:
+            case "tbt_objective" if decode and objectives.tbt_s is not None and decode[0].step_s > objectives.tbt_s:
                 quickest = f"shortest decode step {1000 * decode[0].step_s:.0f} ms on {decode[0].instance_id}"
-                return f"{quickest}, the objective is {1000 * objectives.tbt_s:g} ms; or its blocks are taken"
+                return f"{quickest}, the objective is {1000 * objectives.tbt_s:g} ms"
             case reason:
                 return _REFUSALS.get(reason, reason.replace("_", " "))
 
@@ -225,6 +225,8 @@ _REFUSALS: Final = {
     "decode_pool_too_small": "the prompt and its answer have more blocks than any decode node",
     "prefill_pool_full": "no prefill node has the blocks free now",
     "decode_pool_full": "no decode node has the blocks free now",
+    "tbt_objective": "no decode instance has time in its steps, or room, for it now",
+    "tbt_objective_predicted": "decoding is expected to miss its objective by the time of the first token",
     "kv_in_progress": "as much KV is in progress as can be decoded in time",
     "batch_waits_for_idle_prefill": "batch work waits until a prefill queue is empty",
     "batch_waits_for_idle_decode": "batch work waits until decoding is well below its limit",

@@ -1,9 +1,10 @@
 // The page: asks for its state once a second while it is visible, draws it, and chats. No dependencies, no build.
 
 const PERIOD_MS = 1000;
-const HISTORY_S = 300;
+const SPANS_S = [60, 120, 300]; // of the charts: the shortest that holds what is known
+const HISTORY_S = SPANS_S[SPANS_S.length - 1];
 const GAP_S = 5; // a longer silence breaks the line
-const KEPT_DECISIONS = 100;
+const KEPT_DECISIONS = 100; // of each kind
 const KEY_NAME = "mooncake-api-key";
 
 const byId = (id) => document.getElementById(id);
@@ -126,7 +127,7 @@ function show(state) {
   }
   const mesh = state.mesh;
   setVerdict(mesh.healthy ? "healthy" : "not healthy", mesh.healthy ? "good" : "bad");
-  setBanner(mesh.reasons.length ? `Wanting: ${mesh.reasons.join("; ")}.` : "");
+  setBanner(mesh.reasons.length ? `Not well: ${mesh.reasons.join("; ")}.` : "");
   byId("facts").textContent =
     `${count(mesh.placed)} placed, ${count(mesh.rejected)} rejected, up ${duration(mesh.uptime_s)}`;
   byId("instances").replaceChildren(...mesh.instances.map(instanceRow));
@@ -174,14 +175,16 @@ function instanceRow(instance) {
     make("td", { class: tone }, text),
     make("td", { class: "number" }, ...(isDead ? ["–"] : waiting)),
     make("td", { class: "number" }, isDead ? "–" : running),
-    make("td", { class: "number" }, isDead ? "–" : speed(instance)),
+    make("td", { class: "number" }, ...(isDead ? ["–"] : speed(instance))),
   );
 }
 
 function speed(instance) {
-  if (instance.role === "decode" && instance.step_s) return `${seconds(instance.step_s)} a step`;
-  if (instance.prefill_tokens_per_s) return `${count(Math.round(instance.prefill_tokens_per_s))} tok/s`;
-  return "–";
+  if (instance.role === "decode" && instance.step_s) return [seconds(instance.step_s), make("br"), make("small", {}, "a step")];
+  if (instance.prefill_tokens_per_s) {
+    return [count(Math.round(instance.prefill_tokens_per_s)), make("br"), make("small", {}, "tokens/s")];
+  }
+  return ["–"];
 }
 
 function nodeBlock(node) {
@@ -262,20 +265,22 @@ function showLoad(instances) {
   };
   history.push(now);
   while (history[0].at_s < now.at_s - HISTORY_S) history.shift();
-  const prefillText = `${count(now.prefill)} waiting or computed`;
-  const decodeText = `${count(now.running)} running, ${count(now.waiting)} waiting for their KV`;
+  const span_s = SPANS_S.find((span) => span >= now.at_s - history[0].at_s) ?? HISTORY_S;
+  for (const label of document.querySelectorAll(".span")) label.textContent = `${duration(span_s)} ago`;
+  const prefillText = `${count(now.prefill)} waiting or being computed`;
+  const decodeText = `${count(now.running)} running (solid), ${count(now.waiting)} waiting for their KV (dashed)`;
   byId("prefill-now").textContent = prefillText;
   byId("decode-now").textContent = decodeText;
-  drawChart("prefill", [["line", (one) => one.prefill]], `Prefill load of the last 5 minutes: now ${prefillText}`);
-  drawChart("decode", [["line", (one) => one.running], ["waiting", (one) => one.waiting]],
-    `Decode load of the last 5 minutes: now ${decodeText}`);
+  drawChart("prefill", span_s, [["line", (one) => one.prefill]], `Prefill load of the last ${duration(span_s)}: now ${prefillText}`);
+  drawChart("decode", span_s, [["line", (one) => one.running], ["waiting", (one) => one.waiting]],
+    `Decode load of the last ${duration(span_s)}: now ${decodeText}`);
 }
 
-function drawChart(name, lines, label) {
+function drawChart(name, span_s, lines, label) {
   const top = Math.max(4, ...history.flatMap((one) => lines.map(([, of]) => of(one))));
   const end_s = history[history.length - 1].at_s;
   const point = (one, of) => {
-    const x = 300 * (1 - (end_s - one.at_s) / HISTORY_S);
+    const x = 300 * (1 - (end_s - one.at_s) / span_s);
     return `${x.toFixed(1)},${(99 - (96 * of(one)) / top).toFixed(1)}`;
   };
   const paths = [];
@@ -323,8 +328,14 @@ function showDecisions(fresh) {
   const list = byId("decisions");
   byId("no-decisions").hidden = true;
   for (const decision of fresh) list.prepend(decisionItem(decision));
-  while (list.children.length > KEPT_DECISIONS) list.lastElementChild.remove();
+  for (const kind of ["placed", "rejected"]) {
+    for (const old of [...list.getElementsByClassName(kind)].slice(KEPT_DECISIONS)) old.remove();
+  }
 }
+
+byId("wanted").addEventListener("change", (event) => {
+  byId("decisions").className = event.target.value;
+});
 
 function decisionItem(one) {
   const at = new Date(Date.now() - 1000 * one.age_s).toLocaleTimeString("en-GB");
@@ -345,7 +356,7 @@ function decisionItem(one) {
   details.addEventListener("toggle", () => {
     if (details.open && details.children.length === 1) details.append(candidates(one));
   });
-  return make("li", {}, details);
+  return make("li", { class: isPlaced ? "placed" : "rejected" }, details);
 }
 
 function candidates(one) {
