@@ -82,11 +82,12 @@ class Browser:
         """*name*: light or dark."""
         self._do("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
-    def press(self, key: str) -> None:
-        """A key that writes nothing, such as Enter or Tab, where the focus is."""
-        for kind in ("rawKeyDown", "keyUp"):
-            code = {"Enter": 13, "Tab": 9}[key]
-            self._do("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+    def press_enter(self) -> None:
+        """Where the focus is."""
+        for kind, text in (("keyDown", "\r"), ("keyUp", "")):
+            self._do(
+                "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text=text
+            )
 
     def write(self, text: str) -> None:
         """Type *text* where the focus is."""

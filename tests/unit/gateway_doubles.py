@@ -182,6 +182,7 @@ class Exchange:
         self, app: Starlette, path: str, body: bytes | Sequence[bytes] = b"", *, method: str = "POST", **headers: str
     ) -> None:
         self._app = app
+        path, _, query = path.partition("?")
         self._scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -189,7 +190,7 @@ class Exchange:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "scheme": "http",
             "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()],
@@ -255,5 +256,5 @@ def ask(gateway: "Gateway", path: str, fields: dict[str, Any] | None = None, **h
     return asyncio.run(Exchange(gateway.app, path, body, **headers).run())
 
 
-def get(gateway: "Gateway", path: str) -> Exchange:
-    return asyncio.run(Exchange(gateway.app, path, method="GET").run())
+def get(gateway: "Gateway", path: str, **headers: str) -> Exchange:
+    return asyncio.run(Exchange(gateway.app, path, method="GET", **headers).run())

@@ -51,7 +51,8 @@ def page_routes(mesh: Mesh, doorkeeper: Doorkeeper) -> list[Route]:
 
     async def state(request: Request) -> Response:
         """``after`` is the number of the last decision that the page has."""
-        report, decisions = await asyncio.gather(mesh.report(), mesh.decisions(after=_after(request)))
+        after = _after(request)
+        report, decisions = await asyncio.gather(mesh.report(), mesh.decisions(after=after))
         body = page_state(report, decisions, models=mesh.models(), tenant=tenant_of(request.scope))
         return json_response(body, headers={"cache-control": "no-store"})
 
