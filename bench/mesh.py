@@ -1,12 +1,20 @@
 """A mesh on this machine for a benchmark: `mooncake up` as a child process."""
 
+import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from types import MappingProxyType
+from typing import Final
 
 import psutil
+
+_READY_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +30,13 @@ class LocalMesh:
 
 
 @contextmanager
-def local_mesh(flags: Sequence[str]) -> Iterator[LocalMesh]:
-    """Run `mooncake up --port 0 FLAGS` for the length of the block. Raises RuntimeError when it does not get ready."""
+def local_mesh(flags: Sequence[str], settings: Mapping[str, str] = MappingProxyType({})) -> Iterator[LocalMesh]:
+    """Run `mooncake up --port 0 FLAGS` for the length of the block. Raises RuntimeError when it does not get ready.
+
+    *settings* are variables that its processes take theirs from (``MOONCAKE_CONDUCTOR_PLACEMENT`` …).
+    """
     command = [sys.executable, "-m", "mooncake_mesh", "up", "--port", "0", "--log-level", "error", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as up:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **settings}) as up:
         try:
             assert up.stdout is not None
             line = up.stdout.readline()
@@ -53,3 +64,42 @@ def _parse(line: str, pid: int) -> LocalMesh:
 def _name(process: psutil.Process) -> str:
     flag = "--instance-id="
     return next((word.removeprefix(flag) for word in process.cmdline() if word.startswith(flag)), str(process.pid))
+
+
+@contextmanager
+def prefill_node(mesh: LocalMesh, number: int, engine: Sequence[str], arena_bytes: int) -> Iterator[None]:
+    """One more node with a prefill instance in *mesh* for the length of the block: `up` puts all on one node.
+
+    Raises RuntimeError when it takes no work within a minute.
+    """
+    run_dir = Path(mesh.conductor.removeprefix("ipc://")).parent
+    name, messenger = f"prefill{number}", f"ipc://{run_dir}/messenger{number}"
+    place = [f"--node-id=node{number}", f"--conductor={mesh.conductor}", "--log-level=error"]
+    roles = (
+        ["messenger", f"--instance-id=messenger{number}", f"--bind={messenger}", f"--run-dir={run_dir}",
+         f"--arena-bytes={arena_bytes}", *place],
+        ["prefill", f"--instance-id={name}", f"--bind=ipc://{run_dir}/{name}", f"--messenger={messenger}", *engine,
+         *place],
+    )  # fmt: skip
+    with ExitStack() as processes:
+        for flags in roles:
+            command = [sys.executable, "-m", "mooncake_mesh", *flags]
+            processes.callback(_end, processes.enter_context(subprocess.Popen(command)))
+        _wait_for(name, mesh.conductor)
+        yield
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    process.wait()
+
+
+def _wait_for(instance_id: str, conductor: str) -> None:
+    command = [sys.executable, "-m", "mooncake_mesh", "status", "--json", f"--conductor={conductor}"]
+    deadline_s = monotonic() + _READY_S
+    while monotonic() < deadline_s:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        members = json.loads(answer.stdout)["cluster"]["members"] if answer.stdout else []
+        if any(m["member"]["instance_id"] == instance_id and m["takes_work"] for m in members):
+            return
+    raise RuntimeError(f"{instance_id} takes no work")

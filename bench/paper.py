@@ -14,7 +14,10 @@ from typing import Final
 
 from rich.console import Console
 
-from bench.paper_beyond import NOT_RUN, b1_sizing, b5_hold
+from bench.paper_beyond import NOT_RUN, b1_b2_sizing
+from bench.paper_cache import RunCache
+from bench.paper_overload import a8_early_rejection, b4_queue_order, b5_b6_hold
+from bench.paper_plots import draw_report
 from bench.paper_reproduction import (
     a1_prefill_time,
     a2_policy_ladder,
@@ -23,10 +26,10 @@ from bench.paper_reproduction import (
     a5_capacity,
     a6_long_context,
     a7_global_cache,
-    a8_early_rejection,
 )
 from bench.paper_runs import Bench
 from bench.report import Report
+from bench.simulator_plots import NoMatplotlib
 from bench.traces import TraceMissing
 
 EXPERIMENTS: Final[dict[str, Callable[[Bench], None]]] = {
@@ -38,8 +41,9 @@ EXPERIMENTS: Final[dict[str, Callable[[Bench], None]]] = {
     "A6": a6_long_context,
     "A7": a7_global_cache,
     "A8": a8_early_rejection,
-    "B1": b1_sizing,
-    "B5": b5_hold,
+    "B1": b1_b2_sizing,
+    "B4": b4_queue_order,
+    "B5": b5_b6_hold,
 }
 _QUICK: Final = ("A1", "A2", "A4", "A7")
 _QUICK_REQUESTS: Final = 1_000
@@ -54,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, metavar="N", help="the first N requests of each workload; 0: all")
     parser.add_argument("--seeds", type=int, metavar="N", help="how many seeds")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the table as Markdown")
+    parser.add_argument("--no-cache", action="store_true", help="run everything again, and keep nothing")
     Report.add_flags(parser)
     args = parser.parse_args(argv)
     requests = (_QUICK_REQUESTS if args.quick else 0) if args.requests is None else args.requests
@@ -63,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report=report,
         seeds=range(1, 1 + (args.seeds or (1 if args.quick else _SEEDS))),
         requests=requests,
-        steps=4 if args.quick else 6,
         say=console.print,
+        cache=RunCache(folder=None) if args.no_cache else RunCache.at_home(),
     )
     try:
         for id_ in args.only or (_QUICK if args.quick else EXPERIMENTS):
@@ -80,14 +85,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.note("The aims are for whole workloads: the first requests of one meet cold caches and an empty mesh.")
     report.note(NOT_RUN)
     report.finish(args)
+    pictures = []
+    if args.plot:
+        try:
+            pictures = draw_report(report.rows, args.plot)
+        except NoMatplotlib as missing:
+            sys.stderr.write(f"bench.paper: {missing}\n")
+            return 2
     if args.report:
         args.report.parent.mkdir(parents=True, exist_ok=True)
-        args.report.write_text(markdown(report))
+        args.report.write_text(markdown(report, pictures))
     return 0
 
 
-def markdown(report: Report) -> str:
-    """The report as one Markdown table."""
+def markdown(report: Report, pictures: Sequence[Path] = ()) -> str:
+    """The report as one Markdown table, and *pictures* below it."""
     lines = [
         f"# {report.title}",
         "",
@@ -101,7 +113,8 @@ def markdown(report: Report) -> str:
         lines.append(
             f"| {row.metric} | {row.value:.4g} | {row.unit} | {baseline} | {row.aim} | {met} | {row.n} | {spread} |"
         )
-    return "\n".join([*lines, "", *report.notes, ""])
+    lines += ["", *report.notes, "", *(f"![{path.stem}]({path.resolve()})" for path in pictures), ""]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""Group A: results of the papers that a simulator must reproduce (experiments A1 to A8)."""
+"""Group A: results of the papers that a simulator must reproduce (experiments A1 to A7)."""
 
-from dataclasses import replace
 from itertools import pairwise
-from statistics import pstdev
 from typing import Final
 
 from bench.nodes import NODES
-from bench.paper_runs import TTFT_SLO_S, Bench, Measured, System, mesh, run
+from bench.paper_runs import TTFT_SLO_S, Bench, Measured, System, mesh
 from bench.simulator_coupled import baseline
 from bench.simulator_results import RunResult, TbtKind, quantile
-from bench.workloads import homogeneous, long_context, with_outputs
-from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind
+from bench.workloads import long_context, with_outputs
+from mooncake_mesh.config_scheduling import PlacementKind
 
 _LADDER: Final = (
     PlacementKind.RANDOM,
@@ -28,7 +26,7 @@ def a1_prefill_time(bench: Bench) -> None:
     ):
         times = {
             system: bench.measured(
-                lambda seed, s=setup, n=name: run(bench.workload(n, seed=seed), s).mean_prefill_s()
+                lambda seed, s=setup, n=name: bench.run(bench.workload(n, seed=seed), s).mean_prefill_s()
             )
             for system, setup in (
                 ("mooncake", mesh(8, 8)),
@@ -54,7 +52,7 @@ def a2_policy_ladder(bench: Bench) -> None:
     ):
         means = {
             policy: bench.measured(
-                lambda seed, p=policy, n=name, s=speed: run(
+                lambda seed, p=policy, n=name, s=speed: bench.run(
                     bench.workload(n, speed=s, seed=seed), mesh(8, 8, placement=p)
                 ).mean_ttft_s()
             )
@@ -79,7 +77,9 @@ def a3_mean_tbt(bench: Bench) -> None:
 
     def share(system: System, kind: TbtKind = TbtKind.MEAN) -> Measured:
         return bench.measured(
-            lambda seed: run(bench.workload("tool-agent", speed=2.0, seed=seed), system).share(TTFT_SLO_S, 0.1, kind)
+            lambda seed: bench.run(bench.workload("tool-agent", speed=2.0, seed=seed), system).share(
+                TTFT_SLO_S, 0.1, kind
+            )
         )
 
     coupled, mooncake, strong = share(baseline("vllm", 20)), share(mesh(10, 10)), share(baseline("s2", 20))
@@ -95,13 +95,13 @@ def a3_mean_tbt(bench: Bench) -> None:
 def a4_effective_share(bench: Bench) -> None:
     """Share of effective requests of the synthetic trace at 1x, 16 nodes."""
     runs = {
-        name: [run(bench.workload("synthetic", seed=seed), system) for seed in bench.seeds[:1]]
+        name: [bench.run(bench.workload("synthetic", seed=seed), system) for seed in bench.seeds]
         for name, system in (
             ("8P8D", mesh(8, 8)),
             ("vllm+prefix", baseline("vllm+prefix", 16)),
             ("s2", baseline("s2", 16)),
         )
-    }  # the trace has arrivals of its own: nothing is left to a seed
+    }
     for tbt_s, least, prototype, paper in (
         (0.1, 1.45, "1.60", "1.62"),
         (0.2, 1.30, "1.40", "1.40"),
@@ -119,25 +119,23 @@ def a4_effective_share(bench: Bench) -> None:
 def a5_capacity(bench: Bench) -> None:
     """Replay speed at which 90 % are still effective, TBT 100 ms, no admission control."""
     found: dict[str, Measured] = {}
-    for name, system, low, high in (
-        ("vllm", baseline("vllm", 16), 0.3, 1.2),
-        ("vllm+prefix", baseline("vllm+prefix", 16), 0.3, 1.2),
-        ("vllm-chunked", baseline("vllm-chunked", 16), 0.4, 2.0),
-        ("s2", baseline("s2", 16), 1.5, 4.0),
-        ("8P8D", mesh(8, 8), 1.5, 4.0),
-        ("13P3D", mesh(13, 3), 2.0, 5.0),
+    for name, system, near in (
+        ("vllm", baseline("vllm", 16), 0.52),
+        ("vllm+prefix", baseline("vllm+prefix", 16), 0.56),
+        ("vllm-chunked", baseline("vllm-chunked", 16), 0.84),
+        ("s2", baseline("s2", 16), 2.5),
+        ("8P8D", mesh(8, 8), 2.1),
+        ("13P3D", mesh(13, 3), 3.5),
     ):
-        found[name] = bench.measured(
-            lambda seed, s=system, lo=low, hi=high: bench.capacity("conversation", s, low=lo, high=hi, seed=seed)
-        )
+        found[name] = bench.capacity("conversation", system, near=near)
         bench.row("A5", f"conversation: capacity, {name}", found[name], "x", prototype="-")
     papers = max((found[name] for name in ("vllm", "vllm+prefix", "vllm-chunked")), key=lambda m: m.mean)
     bench.row("A5", "conversation: 13P3D / best of the papers' baselines", found["13P3D"].over(papers), "ratio",
               least=3.5, prototype="4.2")  # fmt: skip
     bench.row("A5", "conversation: 8P8D / best of the papers' baselines", found["8P8D"].over(papers), "ratio",
               least=2.0, prototype="2.5")  # fmt: skip
-    bench.row("B2", "conversation: 13P3D / s2 (one setting of s2)", found["13P3D"].over(found["s2"]), "ratio",
-              least=1.2, prototype="1.38")  # fmt: skip
+    bench.row("A5", "conversation: 13P3D / s2 (one setting)", found["13P3D"].over(found["s2"]), "ratio",
+              prototype="1.38")  # fmt: skip
 
 
 def a6_long_context(bench: Bench) -> None:
@@ -152,7 +150,7 @@ def a6_long_context(bench: Bench) -> None:
             ("s2", baseline("s2", 4)),
             ("3P1D", mesh(3, 1)),
         ):
-            rates[name] = _long_capacity(system, tokens, low, high, n, bench.steps + 2)
+            rates[name] = _long_capacity(bench, system, tokens, low, high, n)
         best = max(rates["one-at-a-time"], rates["vllm"])
         ratios.append(rates["3P1D"] / best)
         bench.row("A6", f"{tokens // 1024}k: 3P1D", Measured([rates["3P1D"]]), "req/s", prototype="-",
@@ -165,13 +163,13 @@ def a6_long_context(bench: Bench) -> None:
               paper="1.5")  # fmt: skip
 
 
-def _long_capacity(system: System, tokens: int, low: float, high: float, n: int, steps: int) -> float:
+def _long_capacity(bench: Bench, system: System, tokens: int, low: float, high: float, n: int) -> float:
     kind = NODES["8xa800"]
     ttft_s = 10 * kind.prefill_s(tokens - tokens // 2, tokens // 2)
     tbt_s = 5 * kind.decode_step_s(1, tokens + 256)
-    for _ in range(steps):
+    while high / low > 1.03:
         middle = (low * high) ** 0.5
-        result = run(long_context(tokens, rate=middle, requests=n), system)
+        result = bench.run(long_context(tokens, rate=middle, requests=n), system)
         measured = RunResult("", result.records[16:])
         fits = quantile(measured.ttfts(), 0.9) <= ttft_s and quantile(measured.tbts(), 0.9) <= tbt_s
         low, high = (middle, high) if fits else (low, middle)
@@ -183,7 +181,7 @@ def a7_global_cache(bench: Bench) -> None:
     for name in ("conversation", "tool-agent", "synthetic"):
         runs = {
             policy: [
-                run(with_outputs(bench.workload(name, seed=seed), lambda i, r: 1), mesh(10, 1, placement=policy))
+                bench.run(with_outputs(bench.workload(name, seed=seed), lambda i, r: 1), mesh(10, 1, placement=policy))
                 for seed in bench.seeds
             ]
             for policy in (PlacementKind.LOAD_BALANCE, PlacementKind.LOCAL, PlacementKind.KVCACHE_CENTRIC)
@@ -200,50 +198,3 @@ def a7_global_cache(bench: Bench) -> None:
                   least=1.03, prototype="1.04 … 1.14")  # fmt: skip
         bench.row("A7", f"{name}: prefill time, global / load-balanced local", gpu[best].over(gpu[blind]), "ratio",
                   most=0.80, prototype="0.44 … 0.76", paper="0.52 … 0.76")  # fmt: skip
-
-
-def a8_early_rejection(bench: Bench) -> None:
-    """Early rejection where decoding is the bottleneck: 16P2D, 17 requests a second of equal size."""
-    outputs = bench.workload("conversation")
-    runs: dict[AdmissionKind, list[RunResult]] = {}
-    for kind in AdmissionKind:
-        runs[kind] = []
-        for seed in bench.seeds:
-            work = homogeneous(outputs, requests=bench.requests or 12_000, seed=seed)
-            runs[kind].append(run(work, replace(mesh(16, 2, admission=kind), decode_shares=False)))
-    base = runs[AdmissionKind.BASELINE]
-    for kind, results in runs.items():
-        good = Measured([r.share(TTFT_SLO_S, 0.1) for r in results])
-        wasted = Measured([r.wasted_tokens(TTFT_SLO_S, 0.1) / 1e6 for r in results])
-        bench.row("A8", f"homogeneous: good, {kind.value}", good, "share", prototype="-",
-                  baseline=Measured([r.share(TTFT_SLO_S, 0.1) for r in base]))  # fmt: skip
-        bench.row("A8", f"homogeneous: wasted prefill, {kind.value}", wasted, "Mtok", prototype="-",
-                  baseline=Measured([r.wasted_tokens(TTFT_SLO_S, 0.1) / 1e6 for r in base]))  # fmt: skip
-    early, hold = runs[AdmissionKind.EARLY], runs[AdmissionKind.HOLD]
-    bench.row("A8", "early / baseline: good requests", _good(early).over(_good(base)), "ratio", least=1.05,
-              prototype="1.08")  # fmt: skip
-    bench.row("A8", "early / baseline: wasted prefill", _wasted(early).over(_wasted(base)), "ratio", most=0.5,
-              prototype="0.36")  # fmt: skip
-    bench.row("A8", "early / baseline: std of busy prefill instances", _swing(early).over(_swing(base)), "ratio",
-              least=2.0, prototype="3", paper="qualitative")  # fmt: skip
-    bench.row("B5", "homogeneous: hold / baseline: good requests", _good(hold).over(_good(base)), "ratio", least=1.15,
-              prototype="1.26")  # fmt: skip
-    bench.row("B6", "homogeneous: hold / baseline: wasted prefill", _wasted(hold).over(_wasted(base)), "ratio",
-              most=0.10, prototype="0 … 0.02")  # fmt: skip
-
-
-def _good(results: list[RunResult]) -> Measured:
-    return Measured([r.share(TTFT_SLO_S, 0.1) for r in results])
-
-
-def _wasted(results: list[RunResult]) -> Measured:
-    return Measured([float(r.wasted_tokens(TTFT_SLO_S, 0.1)) for r in results])
-
-
-def _swing(results: list[RunResult]) -> Measured:
-    """Standard deviation of the number of busy prefill instances, without the first and the last tenth."""
-    swings = []
-    for result in results:
-        busy = [float(sample.prefill_busy) for sample in result.samples]
-        swings.append(pstdev(busy[len(busy) // 10 : -len(busy) // 10 or None]) or 1e-9)
-    return Measured(swings)

@@ -16,7 +16,7 @@ from bench.simulator_decode import DecodeShell, blocks_in_use
 from bench.simulator_flight import Flight
 from bench.simulator_node import INCARNATION, MODEL, SimNode
 from bench.simulator_prefill import PrefillShell
-from bench.simulator_results import LoadSample, RequestRecord, RunResult
+from bench.simulator_results import GiveUp, LoadSample, RequestRecord, RunResult
 from bench.traces import BLOCK_TOKENS, TraceRequest
 from mooncake_mesh.conductor.core import ConductorCore
 from mooncake_mesh.kv.block_hash import join_keys
@@ -24,11 +24,14 @@ from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh.peers import PeerTable
 from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling
+from mooncake_mesh.policy.queue_order import QueueRules
 from mooncake_mesh.policy.views import Objectives
-from mooncake_proto.ids import JobId
-from mooncake_proto.serving import GateKind, Rejected, Schedule
+from mooncake_proto.ids import InstanceId, JobId
+from mooncake_proto.serving import Rejected, Schedule
 
 _SAMPLE_S: Final = 5.0
+_SAMPLES_PER_LOOK: Final = 6
+_BATCH_SHARE: Final = 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,8 @@ class MeshSetup:
 
     ``max_new_tokens`` is what requests ask for: their true lengths are no secret to the engine, but to the scheduler.
     ``decode_shares`` lets the conductor find what decode nodes hold, as in the live system; the papers' algorithm
-    looks at prefill nodes only. ``longest_window_steps`` = 1 steps one by one.
+    looks at prefill nodes only. ``queue_rules`` order the prefill queues, None: first come, first served.
+    ``longest_window_steps`` = 1 steps one by one.
     """
 
     prefill: int
@@ -46,6 +50,7 @@ class MeshSetup:
     objectives: Objectives = field(default_factory=Objectives)
     scheduling: Scheduling = DEFAULT_SCHEDULING
     seed: int = 0
+    queue_rules: QueueRules | None = None
     chunk_tokens: int = 0
     max_batch: int = 1024
     max_new_tokens: int = 2048
@@ -57,6 +62,20 @@ class MeshSetup:
     decode_shares: bool = False
     longest_window_steps: int = 1 << 20
 
+    @property
+    def landing_blocks(self) -> int:
+        """Blocks in which a decode node takes KV in: of its VRAM, and of its host memory where a gate keeps the batch
+        within VRAM. Without a TBT objective there is no gate."""
+        tokens = self.kind.vram_kv_tokens + (0 if self.objectives.tbt_s is None else self.kind.dram_kv_tokens)
+        return self.decode_blocks or tokens // self.block_tokens
+
+    @property
+    def batch_blocks(self) -> int:
+        """Blocks of KV that a decode node runs at a time: what its VRAM holds, less what a full batch grows by."""
+        if self.decode_blocks or self.objectives.tbt_s is None:
+            return 0
+        return int(self.kind.vram_kv_tokens * _BATCH_SHARE) // self.block_tokens
+
     def __post_init__(self) -> None:
         if self.prefill < 1 or self.decode < 0:
             raise ValueError(f"a mesh needs prefill instances, got {self.prefill}P{self.decode}D")
@@ -66,14 +85,20 @@ Progress = Callable[[int], None]
 
 
 def simulate(
-    requests: Sequence[TraceRequest], setup: MeshSetup, *, name: str = "", progress: Progress | None = None
+    requests: Sequence[TraceRequest],
+    setup: MeshSetup,
+    *,
+    name: str = "",
+    progress: Progress | None = None,
+    give_up: GiveUp | None = None,
 ) -> RunResult:
     """Run *requests*, in order of arrival, to the last token. Equal arguments give equal results, everywhere.
 
-    *progress* is called with the number of requests that have arrived.
+    *progress* is called with the number of requests that have arrived. With *give_up* a hopeless run ends early; what
+    has not finished by then never did.
     """
     started_s = perf_counter()
-    run = _Run(requests, setup, progress)
+    run = _Run(requests, setup, progress, give_up)
     result = run.to_the_end(name or f"{setup.prefill}P{setup.decode}D")
     result.wall_s = perf_counter() - started_s
     return result
@@ -82,10 +107,13 @@ def simulate(
 class _Run:
     """The shells, and between them what the gateway and the network do in a live mesh."""
 
-    def __init__(self, requests: Sequence[TraceRequest], setup: MeshSetup, progress: Progress | None) -> None:
+    def __init__(
+        self, requests: Sequence[TraceRequest], setup: MeshSetup, progress: Progress | None, give_up: GiveUp | None
+    ) -> None:
         self._requests = requests
         self._setup = setup
         self._progress = progress
+        self._give_up = give_up
         self._clock = VirtualClock()
         self._conductor = ConductorCore(
             incarnation=INCARNATION,
@@ -151,20 +179,22 @@ class _Run:
             holders=self._holders,
             on_computing=self._send,
             on_computed=self._computed,
+            on_late=self._late,
+            rules=setup.queue_rules,
         )
 
     def _decode_shell(self, i: int) -> DecodeShell:
         setup = self._setup
-        n_blocks = setup.decode_blocks or setup.kind.vram_kv_tokens // setup.block_tokens
         return DecodeShell(
-            self._node(f"d{i:03d}", n_blocks),
+            self._node(f"d{i:03d}", setup.landing_blocks),
             f"decode{i:03d}",
             block_tokens=setup.block_tokens,
             max_batch=setup.max_batch,
             longest_window_steps=setup.longest_window_steps,
+            batch_blocks=setup.batch_blocks,
             shares=setup.decode_shares,
             on_room=self._send,
-            on_granted=self._granted,
+            on_granted=self._first_token,
             on_refused=self._refused,
             on_finished=self._finished,
             on_preempted=self._preempt,
@@ -177,15 +207,12 @@ class _Run:
         return self._arrived == len(self._requests) and not self._open
 
     def _beat(self) -> None:
-        now_s = self._clock.now_s
         for prefill in self._prefill:
-            prefill.node.beat()
-            self._conductor.heartbeat(prefill.member.instance_id, INCARNATION, prefill.load(), now_s)
+            prefill.node.beat(prefill.member, prefill.load())
         for decode in self._decode:
-            decode.node.beat()
-            self._conductor.heartbeat(decode.member.instance_id, INCARNATION, decode.load(), now_s)
+            decode.node.beat(decode.member, decode.load())
         if not self._is_over:
-            self._clock.at(now_s + self._setup.heartbeat_s, self._beat)
+            self._clock.at(self._clock.now_s + self._setup.heartbeat_s, self._beat)
 
     def _sample(self) -> None:
         self._samples.append(
@@ -197,6 +224,10 @@ class _Run:
                 decode_share=blocks_in_use(self._decode),
             )
         )
+        give_up = self._give_up if len(self._samples) % _SAMPLES_PER_LOOK == 0 else None
+        if give_up is not None and give_up.is_hopeless(self._records, self._arrived, self._clock.now_s):
+            self._clock.stop()
+            return
         if not self._is_over:
             self._clock.at(self._clock.now_s + _SAMPLE_S, self._sample)
 
@@ -216,7 +247,13 @@ class _Run:
             self._start(flight)
 
     def _place(
-        self, request: TraceRequest, record: RequestRecord, keys: bytes, prompt_tokens: int, drawn: int
+        self,
+        request: TraceRequest,
+        record: RequestRecord,
+        keys: bytes,
+        prompt_tokens: int,
+        drawn: int,
+        refused_by: tuple[InstanceId, ...] = (),
     ) -> Flight | None:
         """Ask the conductor; a refusal ends the request, as the gateway passes it on."""
         self._jobs += 1
@@ -227,6 +264,7 @@ class _Run:
             prompt_tokens=prompt_tokens,
             max_new_tokens=max(1, self._setup.max_new_tokens - drawn),
             keys=keys,
+            refused_by=refused_by,
         )
         answer = self._conductor.schedule(schedule, self._clock.now_s)
         if isinstance(answer, Rejected):
@@ -244,10 +282,13 @@ class _Run:
             keys=keys,
             prompt_tokens=prompt_tokens,
             drawn=drawn,
+            refused_by=refused_by,
         )
 
     def _start(self, flight: Flight) -> None:
         self._open += 1
+        self._prefill_of[flight.placement.prefill.instance_id].node.placed_s = self._clock.now_s
+        self._decode_of[flight.placement.decode.instance_id].node.placed_s = self._clock.now_s
         if self._draws_more(flight):
             self._decode_of[flight.placement.decode.instance_id].submit(flight, flight.request.output_tokens)
         prefill = self._prefill_of[flight.placement.prefill.instance_id]
@@ -273,47 +314,33 @@ class _Run:
             self._first_token(flight)
             self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
             self._finished(flight)
-        elif self._is_refused_now(flight):
-            self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
-            self._decode_of[flight.placement.decode.instance_id].dropped(flight)
-            self._open -= 1
         else:
-            if not self._holds(flight):
+            if flight.gate is None:
                 self._first_token(flight)
             self._perhaps_land(flight)
 
-    @staticmethod
-    def _holds(flight: Flight) -> bool:
-        """Whether its first token is kept back until it can be decoded; the wait counts as TTFT."""
-        gate = flight.placement.gate
-        return gate is not None and gate.kind is GateKind.HOLD and flight.is_first_job
-
-    def _granted(self, flight: Flight) -> None:
-        self._first_token(flight)
-
     def _refused(self, flight: Flight, reason: str) -> None:
-        """Its KV was there, and no place for it would be in time. What was computed is lost."""
-        flight.record.refused = reason
+        """Its KV was there, and no place for it: placed elsewhere, as the gateway does it, if anybody has one now."""
         self._open -= 1
+        refused_by = tuple(sorted({*flight.refused_by, flight.placement.decode.instance_id}))
+        tokens = flight.request.input_tokens
+        again = self._place(flight.request, flight.record, flight.keys, tokens, 0, refused_by)
+        if again is None:
+            flight.record.refused = reason
+        else:
+            self._start(again)
+
+    def _late(self, flight: Flight) -> None:
+        """It waited for its prefill in vain."""
+        self._open -= 1
+        flight.record.refused = "ttft_objective_in_queue"
+        if self._draws_more(flight):
+            self._decode_of[flight.placement.decode.instance_id].dropped(flight)
 
     def _first_token(self, flight: Flight) -> None:
         if flight.is_first_job:
             flight.record.first_token_s = self._clock.now_s
         flight.token_at(self._clock.now_s)
-
-    def _is_refused_now(self, flight: Flight) -> bool:
-        """The check at the end of prefill, for those that did not hold. What was computed is lost."""
-        if self._holds(flight) or self._setup.objectives.tbt_s is None or not flight.is_first_job:
-            return False
-        if not flight.has_decode_blocks:
-            flight.record.refused = "decode_pool_full_at_decode"
-            return True
-        decode = self._decode_of[flight.placement.decode.instance_id]
-        admission = self._setup.scheduling.admission
-        decode_s = admission.decode_s or admission.assumed_decode_s
-        reason = decode.refusal(flight, self._setup.objectives, decode_s)
-        flight.record.refused = f"{reason}_at_decode" if reason else ""
-        return bool(reason)
 
     def _perhaps_land(self, flight: Flight) -> None:
         if flight.is_computed and flight.sent_s == flight.sent_s:

@@ -4,10 +4,24 @@ The sequence number belongs to the run, so actions of one moment happen in the o
 every process and on every machine.
 """
 
+import gc
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 Action = Callable[[], None]
+
+
+@contextmanager
+def _without_cycles() -> Iterator[None]:
+    """No search for cyclic garbage meanwhile: a run makes none, and looking through its objects takes a tenth of it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class VirtualClock:
@@ -24,12 +38,18 @@ class VirtualClock:
         self._seq += 1
         heapq.heappush(self._heap, (max(time_s, self.now_s), self._seq, action))
 
+    def stop(self) -> None:
+        """Drop all that is scheduled: :meth:`run` ends with the present action."""
+        self._heap.clear()
+
     def run(self) -> None:
         """Until nothing is scheduled any more."""
-        while self._heap:
-            self.now_s, _, action = heapq.heappop(self._heap)
-            self.events += 1
-            action()
+        heap, pop = self._heap, heapq.heappop
+        with _without_cycles():
+            while heap:
+                self.now_s, _, action = pop(heap)
+                self.events += 1
+                action()
 
 
 class Link:

@@ -9,8 +9,10 @@ from typing import Final
 from bench.nodes import NODES, NodeKind
 from bench.simulator_clock import VirtualClock
 from bench.simulator_engine import Batching, CoupledEngine, EngineSetup, PrefixCache
-from bench.simulator_results import RequestRecord, RunResult
+from bench.simulator_results import GiveUp, RequestRecord, RunResult
 from bench.traces import BLOCK_TOKENS, TraceRequest
+
+_ARRIVALS_PER_LOOK: Final = 256
 
 
 class Router(enum.Enum):
@@ -57,6 +59,7 @@ def simulate_coupled(
     *,
     name: str = "",
     progress: Callable[[int], None] | None = None,
+    give_up: GiveUp | None = None,
 ) -> RunResult:
     """Run *requests*, in order of arrival, to the last token. Deterministic, as :func:`bench.simulator.simulate`."""
     started_s = perf_counter()
@@ -78,6 +81,9 @@ def simulate_coupled(
             clock.at(requests[i + 1].arrival_s, lambda: arrive(i + 1))
         if progress is not None:
             progress(i + 1)
+        if give_up is not None and i % _ARRIVALS_PER_LOOK == 0 and give_up.is_hopeless(records, i, clock.now_s):
+            clock.stop()
+            return
         engine, ttft_s = _route(engines, setup.router, i, requests[i])
         if setup.ttft_limit_s and ttft_s > setup.ttft_limit_s:
             records[i].refused = "ttft_objective"

@@ -1,37 +1,37 @@
 """The shell of a decode instance: its core says who is in the batch, the cost model how long a step takes.
 
 Between two changes of the batch nothing is decided, so the steps in between are taken at once: the lengths of the
-sequences move by as many tokens, and only the last step goes through the core. That is exact; a test compares it with
-single steps. All sequences of a batch share its intervals, so they are kept once, for the instance.
+sequences move by as many tokens, and only last tokens go through the core. That is exact; a test compares it with
+single steps. All sequences of a batch share its intervals, so they are kept once, for the instance. When each of them
+will next want something (its end, more blocks) is known in steps, and kept in a heap.
 """
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from bench.simulator_flight import Flight
+from bench.simulator_flight import Flight, decode_job
 from bench.simulator_node import INCARNATION, SimNode
 from bench.simulator_results import Interval
 from mooncake_mesh.decode.core import DecodeCore
 from mooncake_mesh.decode.sequences import DecodeSequence, QueueFull, SequenceStage
 from mooncake_mesh.errors import NoFreeBlocks, Rejected
 from mooncake_mesh.kv.block_hash import split_keys
-from mooncake_mesh.policy.admission import decode_refusal
-from mooncake_mesh.policy.views import InstanceView, Objectives, RequestShape
 from mooncake_proto.control import Load, Member, Role
-from mooncake_proto.ids import InstanceId, JobId, TransferId
-from mooncake_proto.serving import DecodeJob, GateKind, Sampling, Stopping
+from mooncake_proto.ids import InstanceId, JobId
 from mooncake_proto.transfer import Acquire, Acquired
 
 _STEP_MEMORY: Final = 0.9
 _GROW_AHEAD_TOKENS: Final = 8
 """The core asks for room this long before a sequence needs it; a window ends there, so that it can."""
 
-_SAMPLING: Final = Sampling(temperature=0.0)
-
 
 class DecodeShell:
-    """One decode instance. ``shares``: what it received can be found by others (as in the live system) or not."""
+    """One decode instance. ``batch_blocks`` of KV can be decoded at a time, 0: all of the node's.
+
+    ``shares``: what it received can be found by others (as in the live system) or not.
+    """
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class DecodeShell:
         block_tokens: int,
         max_batch: int,
         longest_window_steps: int,
+        batch_blocks: int,
         shares: bool,
         on_room: Callable[[Flight], None],
         on_granted: Callable[[Flight], None],
@@ -53,6 +54,7 @@ class DecodeShell:
         self.member: Member = node.register_worker(Role.DECODE, InstanceId(name), block_tokens)
         self._block_tokens = block_tokens
         self._longest_window_steps = longest_window_steps
+        self._batch_blocks = batch_blocks
         self._shares = shares
         self._on_room = on_room
         self._on_granted = on_granted
@@ -64,50 +66,62 @@ class DecodeShell:
         self._joined: dict[JobId, Flight] = {}
         self._log: list[Interval] = []
         self._batch: list[DecodeSequence] = []
+        self._n_steps = 0
+        self._events: list[tuple[int, int, DecodeSequence]] = []
+        self._context = 0
+        self._n_submitted = 0
+        self._n_active = 0
+        self._has_ready = False
+        self._held: set[JobId] = set()
+        self._sits_somebody_out = False
+        self._wanting: list[DecodeSequence] = []
         self._start_s = 0.0
         self._steps = 0
         self._first_step_s = 0.0
         self._step_growth_s = 0.0
         self._window = 0
         self._step_s = 0.0
+        self._idle_load: Load | None = None
 
     def load(self) -> Load:
-        """As the live worker reports it; the window's steps that are over are in it."""
+        """As the live worker reports it; the window's steps that are over are in it. One object while it is idle."""
         core = self.core
-        waiting = core.n_waiting
+        if not core.n_jobs and self._idle_load is not None:
+            return self._idle_load
+        load = self._load_now()
+        self._idle_load = None if core.n_jobs else load
+        return load
+
+    def _load_now(self) -> Load:
+        core = self.core
         stepped = min(self._steps_by(self.node.clock.now_s), self._steps)
+        waiting = waiting_tokens = 0
+        progress: list[tuple[int, int]] = []
+        for sequence in core.sequences():  # in one pass: there are two of these a second and instance
+            if sequence.is_waiting:
+                waiting += 1
+                waiting_tokens += sequence.length
+            else:
+                more = stepped if sequence.stage is SequenceStage.RUNNING else 0
+                progress.append((sequence.length + more, sequence.decoded + more))
         return Load(
+            blocks_total=self._batch_blocks,
+            max_batch=core.max_batch,
             queued_jobs=waiting,
-            queued_tokens=core.waiting_tokens,
-            running_jobs=core.n_jobs - waiting,
-            running_tokens=core.running_tokens + stepped * len(self._batch),
+            queued_tokens=waiting_tokens,
+            running_jobs=len(progress),
+            running_tokens=sum(tokens for tokens, _ in progress),
             step_s=self._step_s_after(stepped),
-            sequences=self._progress(stepped),
+            sequences=tuple(progress),
             decoded_tokens=core.decoded_tokens,
             steps=core.steps + stepped,
-            recent_steps=(*core.recent_steps(), self._step(stepped)) if stepped else core.recent_steps(),
+            recent_steps=(self._sample(stepped),) if stepped else core.recent_steps()[-1:],
         )
 
-    def _step(self, n: int) -> tuple[int, int, float]:
+    def _sample(self, n: int) -> tuple[int, int, float]:
         """The *n*-th step of the window as a sample: sequences, tokens of KV, seconds."""
         sequences = len(self._batch)
-        tokens = sum(sequence.length for sequence in self._batch) + (n - 1) * sequences
-        return sequences, tokens, self._first_step_s + (n - 1) * self._step_growth_s
-
-    def _stepped_tokens(self) -> int:
-        """Tokens of the window's steps that are over; the core hears of them when the window is."""
-        return min(self._steps_by(self.node.clock.now_s), self._steps) * len(self._batch)
-
-    def _progress(self, stepped: int) -> tuple[tuple[int, int], ...]:
-        """That of the core, with *stepped* tokens more for all that are in the batch."""
-        progress = self.core.progress()
-        if not stepped:
-            return progress
-        started = (seq for seq in self.core.sequences() if not seq.is_waiting)
-        return tuple(
-            (tokens + stepped, decoded + stepped) if seq.stage is SequenceStage.RUNNING else (tokens, decoded)
-            for seq, (tokens, decoded) in zip(started, progress, strict=True)
-        )
+        return sequences, self._context + (n - 1) * sequences, self._first_step_s + (n - 1) * self._step_growth_s
 
     @property
     def running(self) -> int:
@@ -116,31 +130,13 @@ class DecodeShell:
     # --- jobs in ------------------------------------------------------------------------------------------------------
 
     def submit(self, flight: Flight, output_tokens: int) -> None:
-        """Enter a job of which *output_tokens* are drawn in all; its blocks are asked for at once.
-
-        Only holding is left to its gate: the check of the others comes when the prompt is computed (:meth:`refusal`).
-        """
-        gate = flight.placement.gate
-        if gate is not None and (gate.kind is not GateKind.HOLD or flight.drawn):
-            gate = None
-        job = DecodeJob(
-            job_id=flight.job_id,
-            transfer_id=TransferId(f"kv-{flight.job_id}"),
-            incarnation=INCARNATION,
-            tokens=bytes(4 * flight.prompt_tokens),
-            keys=flight.keys,
-            key_root=bytes(16),
-            sampling=_SAMPLING,
-            stopping=Stopping(max_new_tokens=output_tokens),
-            drawn_tokens=flight.drawn,
-            stream_endpoint="sim://gateway",
-            deadline_s=math.inf,
-            gate=gate,
-            first_token_within_s=None if gate is None else flight.placement.ttft_slo_s,
-        )
+        """Enter a job of which *output_tokens* are drawn in all; its blocks are asked for at once."""
+        job = decode_job(flight, output_tokens, self.node.clock.now_s)
         sequence = self.core.submit(job, self.node.clock.now_s)
         assert not isinstance(sequence, QueueFull), "the simulated queue has no end"
         self._flights[flight.job_id] = flight
+        self._n_submitted += 1
+        flight.admission = self._n_submitted
         request = Acquire(
             job_id=flight.job_id,
             instance_id=self.member.instance_id,
@@ -171,31 +167,15 @@ class DecodeShell:
             self.node.publish()
         self.core.landed(sequence, sequence.blocks)
         self.core.first_token(flight.job_id, 0)
+        if sequence.is_granted:
+            self._n_active += 1
+            self._has_ready = True
+        else:
+            self._held.add(flight.job_id)
         if self._batch:  # it joins at the next step
             self._shorten(self._steps_by(self.node.clock.now_s) + 1)
         else:
             self._begin()
-
-    def refusal(self, flight: Flight, objectives: Objectives, decode_s: float) -> str:
-        """The second check of the papers, when a prompt is computed: why it is not decoded here; empty when it is."""
-        core, pool = self.core, self.node.messenger.pool
-        view = InstanceView(
-            instance_id=self.member.instance_id,
-            node_id=self.node.node_id,
-            blocks_total=pool.n_blocks,
-            blocks_available=pool.available_blocks,
-            running_jobs=core.n_jobs - core.n_waiting,
-            running_tokens=core.running_tokens + self._stepped_tokens(),
-        )
-        shape = RequestShape(
-            prompt_tokens=flight.prompt_tokens,
-            max_new_tokens=1,
-            block_tokens=self._block_tokens,
-            block_bytes=self.node.block_bytes,
-            prefix_blocks={},
-        )
-        refused = decode_refusal(shape, view, self.node.kind, objectives, decode_s)
-        return "" if refused is None else refused.reason
 
     def dropped(self, flight: Flight) -> None:
         """A job that is not to be decoded: its place and its blocks are given back."""
@@ -213,32 +193,59 @@ class DecodeShell:
     def _begin(self) -> None:
         """Plan the next window: who steps, and how often before anything has to be decided."""
         self._open_gates()
-        batch = self._batch = self.core.plan_step()
+        if self._has_ready or self._sits_somebody_out:
+            self._plan()
+        batch = self._batch
         if not batch:
             self._steps = 0
             return
-        context = 0
-        steps = self._longest_window_steps
-        for sequence in batch:
-            context += sequence.length
-            steps = min(steps, self._steps_alone(sequence))
+        kind = self.node.kind
+        self._start_s = self.node.clock.now_s
+        self._first_step_s = kind.decode_step_s(len(batch), self._context)
+        self._step_growth_s = kind.decode_step_s(len(batch), self._context + len(batch)) - self._first_step_s
+        self._schedule(min(self._longest_window_steps, self._events[0][0] - self._n_steps))
+
+    def _plan(self) -> None:
+        """Let the core say who is in the batch. As long as nobody sits out, that is who was in it and who came."""
+        batch = self._batch = self.core.plan_step()
+        if self._sits_somebody_out:
+            self._events.clear()
+            self._context = 0
+            entering = batch
+            self._set_aside({sequence.job.job_id for sequence in batch})
+        else:
+            entering = [sequence for sequence in batch if sequence.job.job_id not in self._joined]
+        for sequence in entering:
+            self._context += sequence.length
+            self._expect(sequence)
             flight = self._flights[sequence.job.job_id]
             if flight.log_start < 0:
                 flight.log_start = len(self._log)
                 self._joined[flight.job_id] = flight
-        if len(self._joined) > len(batch):
-            self._set_aside({sequence.job.job_id for sequence in batch})
-        kind = self.node.kind
-        self._start_s = self.node.clock.now_s
-        self._first_step_s = kind.decode_step_s(len(batch), context)
-        self._step_growth_s = kind.decode_step_s(len(batch), context + len(batch)) - self._first_step_s
-        self._schedule(steps)
+        if self._sits_somebody_out or len(batch) == self._n_active:
+            self._sits_somebody_out = len(batch) != self._n_active
+        else:  # somebody who was in the batch, or should have come, is not in it
+            self._sits_somebody_out = True
+            self._plan()
+        self._has_ready = False
+
+    def _expect(self, sequence: DecodeSequence) -> None:
+        """Note when *sequence* is at its end or wants more blocks."""
+        at = self._n_steps + self._steps_alone(sequence)
+        heapq.heappush(self._events, (at, self._flights[sequence.job.job_id].admission, sequence))
 
     def _open_gates(self) -> None:
+        """Let the core decide on those whose KV is here and that were not granted yet."""
+        if not self._held:
+            return
         verdicts = self.core.open_gates(self.node.clock.now_s)
         for sequence in verdicts.granted:
+            self._held.discard(sequence.job.job_id)
+            self._n_active += 1
+            self._has_ready = True
             self._on_granted(self._flights[sequence.job.job_id])
         for sequence, refused in verdicts.refused:
+            self._held.discard(sequence.job.job_id)
             flight = self._flights[sequence.job.job_id]
             self.dropped(flight)
             self._on_refused(flight, refused.reason)
@@ -265,7 +272,7 @@ class DecodeShell:
         """Steps until *sequence* is at its end or wants more blocks."""
         left = sequence.job.stopping.max_new_tokens - sequence.drawn
         room = len(sequence.blocks) * self._block_tokens - sequence.position
-        return left if room - _GROW_AHEAD_TOKENS >= left else max(1, room - _GROW_AHEAD_TOKENS)
+        return left if room >= left else max(1, room - _GROW_AHEAD_TOKENS)
 
     def _schedule(self, steps: int) -> None:
         self._steps = steps
@@ -310,39 +317,70 @@ class DecodeShell:
         step_s = self._elapsed_s(steps) / steps
         self._log.append((step_s, steps))
         self._step_s = self._step_s_after(steps)
-        self.core.stepped(*self._step(steps), steps=steps)
+        self.core.stepped(*self._sample(steps), steps=steps)
+        self._n_steps += steps
+        self._context += steps * len(batch)
         for sequence in batch:
-            sequence.length += steps - 1
-            sequence.drawn += steps - 1
-        for new in self.core.step_finished(batch, [0] * len(batch)):
-            if new.finish is not None:
-                self._finish(new.sequence)
-        self._grow()
+            sequence.length += steps
+            sequence.drawn += steps
+        ending = self._due()
+        for sequence in ending:  # the core draws the last token
+            sequence.length -= 1
+            sequence.drawn -= 1
+        for new in self.core.step_finished(ending, [0] * len(ending)):
+            assert new.finish is not None, "it has all its tokens"
+            self._finish(new.sequence)
+        if ending:
+            self._batch = [sequence for sequence in batch if not sequence.is_over]
+        if self._wanting or self._has_ready or self._sits_somebody_out:
+            self._grow()
+        self.node.publish()
         self._begin()
 
+    def _due(self) -> list[DecodeSequence]:
+        """Sequences that are at their end now; those that want to grow are left for :meth:`_grow`."""
+        ending = []
+        while self._events and self._events[0][0] <= self._n_steps:
+            sequence = heapq.heappop(self._events)[2]
+            if sequence.drawn >= sequence.job.stopping.max_new_tokens:
+                ending.append(sequence)
+            else:
+                self._wanting.append(sequence)
+        return ending
+
     def _finish(self, sequence: DecodeSequence) -> None:
+        self._context -= sequence.length
         flight = self._leave(sequence)
         self.core.forget(sequence)
         self.node.release(flight.job_id)
         self._on_finished(flight)
 
     def _leave(self, sequence: DecodeSequence) -> Flight:
+        self._n_active -= 1
         flight = self._flights.pop(sequence.job.job_id)
         self._fold(flight)
         return flight
 
     def _grow(self) -> None:
+        """Ask for more blocks for all that the core names. Who gets none has one step at a time, then sits out."""
         for job_id, blocks in self.core.wants_growth().items():
             sequence = self.core.get(job_id)
             if sequence is None or sequence.is_over:
                 continue
-            victim = self.core.grown(sequence, self.node.messenger.grow(job_id, blocks))
+            got = self.node.messenger.grow(job_id, blocks)
+            victim = self.core.grown(sequence, got)
+            if not got:
+                self._sits_somebody_out = True
             if victim is not None:
                 self._preempt(victim)
-        self.node.publish()
+        for sequence in self._wanting:
+            if not sequence.is_over:
+                self._expect(sequence)
+        self._wanting.clear()
 
     def _preempt(self, victim: DecodeSequence) -> None:
         """Its request is placed again, with the tokens it has so far."""
+        self._sits_somebody_out = True
         flight = self._leave(victim)
         victim.stop = NoFreeBlocks("preempted: the KVCache pool of the node is full")
         self.core.stopped(victim)

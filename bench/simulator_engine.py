@@ -59,6 +59,7 @@ class _Sequence:
     record: RequestRecord
     keys: Sequence[BlockKey]
     holder: str
+    uncached_s: float
     cached_tokens: int = 0
     computed: int = 0
     log_start: int = -1
@@ -100,8 +101,8 @@ class CoupledEngine:
             self._kind.prefill_s(
                 sequence.request.input_tokens - sequence.computed - sequence.cached_tokens, sequence.cached_tokens
             )
-            for sequence in (*self._prefilling, *self._waiting)
-        )
+            for sequence in self._prefilling
+        ) + sum(sequence.uncached_s for sequence in self._waiting)
         cached = self._matched(request.keys, request.input_tokens)
         return queued + self._kind.prefill_s(request.input_tokens - cached, cached)
 
@@ -110,7 +111,13 @@ class CoupledEngine:
     def submit(self, request: TraceRequest, record: RequestRecord) -> None:
         record.prefill = record.decode = self.name
         keys = request.keys[: request.input_tokens // BLOCK_TOKENS]
-        sequence = _Sequence(request=request, record=record, keys=keys, holder=f"r{record.index}")
+        sequence = _Sequence(
+            request=request,
+            record=record,
+            keys=keys,
+            holder=f"r{record.index}",
+            uncached_s=self._kind.prefill_s(request.input_tokens, 0),
+        )
         if self._room_tokens(sequence) > self._kind.vram_kv_tokens:
             record.refused = "kv_too_large"
             return

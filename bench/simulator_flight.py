@@ -3,15 +3,19 @@
 import math
 from dataclasses import dataclass, field
 
+from bench.simulator_node import INCARNATION
 from bench.simulator_results import Interval, RequestRecord, longest_mean_s, mean_s
 from bench.traces import TraceRequest
-from mooncake_proto.ids import JobId
-from mooncake_proto.serving import Placement
+from mooncake_proto.ids import InstanceId, JobId, TransferId
+from mooncake_proto.serving import DecodeGate, DecodeJob, Placement, Sampling, Stopping
 
 
 @dataclass(slots=True)
 class Flight:
-    """A job of a request. ``drawn`` tokens came from earlier jobs of it; ``intervals`` are all it has had so far."""
+    """A job of a request. ``drawn`` tokens came from earlier jobs of it; ``intervals`` are all it has had so far.
+
+    ``admission`` counts the jobs of its decode instance; those in ``refused_by`` had no place for it.
+    """
 
     request: TraceRequest
     record: RequestRecord
@@ -28,6 +32,14 @@ class Flight:
     arriving_blocks: int = 0
     sent_s: float = math.nan
     log_start: int = -1
+    admission: int = 0
+    refused_by: tuple[InstanceId, ...] = ()
+
+    @property
+    def gate(self) -> DecodeGate | None:
+        """What keeps its first token back until it may be decoded. One that was decoded before passes at once."""
+        draws_more = self.request.output_tokens > self.drawn + 1
+        return self.placement.gate if self.is_first_job and draws_more else None
 
     @property
     def is_first_job(self) -> bool:
@@ -44,3 +56,24 @@ class Flight:
         self.record.finished_s = now_s
         self.record.tbt_s = longest_mean_s(self.intervals)
         self.record.tbt_mean_s = mean_s(self.intervals)
+
+
+def decode_job(flight: Flight, output_tokens: int, now_s: float) -> DecodeJob:
+    """What the gateway sends the decode worker: *output_tokens* are drawn in all, and tokens are zeros."""
+    gate, ttft_slo_s = flight.gate, flight.placement.ttft_slo_s
+    left_s = None if ttft_slo_s is None else max(0.0, flight.record.arrival_s + ttft_slo_s - now_s)
+    return DecodeJob(
+        job_id=flight.job_id,
+        transfer_id=TransferId(f"kv-{flight.job_id}"),
+        incarnation=INCARNATION,
+        tokens=bytes(4 * flight.prompt_tokens),
+        keys=flight.keys,
+        key_root=bytes(16),
+        sampling=Sampling(temperature=0.0),
+        stopping=Stopping(max_new_tokens=output_tokens),
+        drawn_tokens=flight.drawn,
+        stream_endpoint="sim://gateway",
+        deadline_s=math.inf,
+        gate=gate,
+        first_token_within_s=None if gate is None else left_s,
+    )

@@ -7,6 +7,7 @@ from typing import Final
 from bench.nodes import NodeKind
 from bench.simulator_clock import Link, VirtualClock
 from mooncake_mesh.conductor.core import ConductorCore
+from mooncake_mesh.conductor.roster import BEAT_LAG_S
 from mooncake_mesh.kv.block_pool import NoRoom
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.messenger.core import MessengerCore
@@ -44,6 +45,9 @@ class SimNode:
         self._next_seq = 1
         self._waiting: deque[tuple[Acquire, Callable[[Acquired], None]]] = deque()
         self._load: Load | None = None
+        self._worker_load: Load | None = None
+        self._beaten_s = 0.0
+        self.placed_s = 0.0  # when the conductor last placed something here
         messenger = _member(Role.MESSENGER, InstanceId(f"{name}-messenger"), self.node_id, self.endpoint, None)
         self.messenger_member = messenger
         conductor.register(messenger, clock.now_s)
@@ -105,20 +109,30 @@ class SimNode:
         self._next_seq += len(events)
         self._conductor.kv_events(batch)
 
-    def beat(self) -> None:
-        """The messenger's heartbeat. One object as long as nothing changes: a run has hundreds of thousands."""
+    def beat(self, member: Member, load: Load) -> None:
+        """The heartbeats of the messenger and of the worker, which reports *load*.
+
+        One that says what the last one said is kept back, unless something was placed here shortly before that one or
+        since: it would change nothing, and there are hundreds of thousands of them in a run.
+        """
+        now_s = self.clock.now_s
         pool = self.messenger.pool
         free, cached, evictable = pool.free_blocks, pool.sealed_blocks, pool.evictable_blocks
-        load = self._load
-        if load is None or (load.blocks_free, load.blocks_cached, load.blocks_evictable) != (free, cached, evictable):
-            load = self._load = Load(
+        mine = self._load
+        if mine is None or (mine.blocks_free, mine.blocks_cached, mine.blocks_evictable) != (free, cached, evictable):
+            mine = Load(
                 blocks_total=pool.n_blocks,
                 blocks_free=free,
                 blocks_cached=cached,
                 blocks_evictable=evictable,
                 transferred_bytes=self.link.sent_bytes,
             )
-        self._conductor.heartbeat(self.messenger_member.instance_id, INCARNATION, load, self.clock.now_s)
+        has_pending = self.placed_s > self._beaten_s - BEAT_LAG_S
+        if has_pending or mine is not self._load:
+            self._conductor.heartbeat(self.messenger_member.instance_id, INCARNATION, mine, now_s)
+        if has_pending or load is not self._worker_load:
+            self._conductor.heartbeat(member.instance_id, INCARNATION, load, now_s)
+        self._load, self._worker_load, self._beaten_s = mine, load, now_s
 
 
 def _member(role: Role, instance_id: InstanceId, node_id: NodeId, endpoint: str, model: ModelCard | None) -> Member:

@@ -14,14 +14,14 @@ class NoMatplotlib(Exception):
 
 def draw_runs(results: Sequence[RunResult], folder: Path) -> list[Path]:
     """Write ``ttft.png``, ``tbt.png`` and ``load.png`` for *results*; their paths. Raises NoMatplotlib."""
-    pyplot = load_pyplot()
+    plot = load_pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for name, title, read in (
         ("ttft", "time to first token (s)", RunResult.ttfts),
         ("tbt", "time between tokens, mean of the longest 10 % (s)", RunResult.tbts),
     ):
-        figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
+        figure, axes = plot.subplots(figsize=(6.4, 4.0), layout="constrained")
         for result in results:
             values = sorted(read(result))
             shares = [(i + 1) / max(1, len(result.records)) for i in range(len(values))]
@@ -29,10 +29,10 @@ def draw_runs(results: Sequence[RunResult], folder: Path) -> list[Path]:
         axes.set(xlabel=title, ylabel="share of all requests", xscale="log", ylim=(0, 1))
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-        made.append(_save(pyplot, figure, folder / f"{name}.png"))
+        made.append(save(plot, figure, folder / f"{name}.png"))
     sampled = [result for result in results if result.samples]
     if sampled:
-        made.append(_load(pyplot, sampled, folder / "load.png"))
+        made.append(_load(plot, sampled, folder / "load.png"))
     return made
 
 
@@ -40,19 +40,19 @@ def draw_lines(
     lines: dict[str, Sequence[tuple[float, float]]], path: Path, *, title: str, x: str, y: str
 ) -> list[Path]:
     """One picture of named lines of (x, y) points. Raises NoMatplotlib."""
-    pyplot = load_pyplot()
+    plot = load_pyplot()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
+    figure, axes = plot.subplots(figsize=(6.4, 4.0), layout="constrained")
     for name, points in lines.items():
         axes.plot([point[0] for point in points], [point[1] for point in points], marker="o", label=name)
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    return [_save(pyplot, figure, path)]
+    return [save(plot, figure, path)]
 
 
-def _load(pyplot: Any, results: Sequence[RunResult], path: Path) -> Path:
-    figure, all_axes = pyplot.subplots(len(results), 1, figsize=(7.0, 2.2 * len(results)), squeeze=False, sharex=True)
+def _load(plot: Any, results: Sequence[RunResult], path: Path) -> Path:
+    figure, all_axes = plot.subplots(len(results), 1, figsize=(7.0, 2.2 * len(results)), squeeze=False, sharex=True)
     for axes, result in zip(all_axes[:, 0], results, strict=True):
         times = [sample.time_s for sample in result.samples]
         axes.plot(times, [s.prefill_busy for s in result.samples], label="prefill instances busy", linewidth=1.0)
@@ -64,16 +64,18 @@ def _load(pyplot: Any, results: Sequence[RunResult], path: Path) -> Path:
         axes.legend(frameon=False, loc="upper left")
     all_axes[-1, 0].set(xlabel="time (s)")
     figure.tight_layout()
-    return _save(pyplot, figure, path)
+    return save(plot, figure, path)
 
 
-def _save(pyplot: Any, figure: Any, path: Path) -> Path:
+def save(plot: Any, figure: Any, path: Path) -> Path:
+    """Write *figure* and drop it."""
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    plot.close(figure)
     return path
 
 
 def load_pyplot() -> Any:
+    """matplotlib without a display. Raises NoMatplotlib."""
     try:
         matplotlib = importlib.import_module("matplotlib")
         matplotlib.use("Agg")

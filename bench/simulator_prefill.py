@@ -13,10 +13,11 @@ from bench.simulator_node import INCARNATION, SimNode
 from mooncake_mesh.errors import NoFreeBlocks
 from mooncake_mesh.kv.block_hash import join_keys, split_keys
 from mooncake_mesh.messenger.landing import SliceSpan
+from mooncake_mesh.policy.queue_order import QueueRules
 from mooncake_mesh.prefill.core import JobStage, PrefillCore, QueuedJob, QueueFull
 from mooncake_proto.control import Load, Member, Role
 from mooncake_proto.ids import InstanceId, JobId, TransferId
-from mooncake_proto.serving import PrefillJob, Sampling, Stopping
+from mooncake_proto.serving import PrefillJob, QueueTurn, Sampling, Stopping
 from mooncake_proto.transfer import Acquire, Acquired, PushBlocks
 
 _AHEAD_JOBS: Final = 2
@@ -39,9 +40,13 @@ class PrefillShell:
         holders: dict[str, SimNode],
         on_computing: Callable[[Flight], None],
         on_computed: Callable[[Flight], None],
+        on_late: Callable[[Flight], None],
+        rules: QueueRules | None = None,
     ) -> None:
         self.node = node
-        self.core = PrefillCore(chunk_tokens=chunk_tokens, block_tokens=block_tokens, max_queued_jobs=1 << 30)
+        self.core = PrefillCore(
+            chunk_tokens=chunk_tokens, block_tokens=block_tokens, max_queued_jobs=1 << 30, rules=rules
+        )
         self.member: Member = node.register_worker(Role.PREFILL, InstanceId(name), block_tokens)
         self.flights: dict[JobId, Flight] = {}
         self.is_computing = False
@@ -49,21 +54,31 @@ class PrefillShell:
         self._holders = holders
         self._on_computing = on_computing
         self._on_computed = on_computed
+        self._on_late = on_late
         self._ready: deque[QueuedJob] = deque()
         self._is_acquiring = False
         self._tokens_per_s = 0.0
+        self._load: Load | None = None
 
     def load(self) -> Load:
-        return Load(
-            queued_jobs=self.core.queued_jobs,
-            queued_tokens=self.core.queued_tokens,
-            running_jobs=self.core.running_jobs,
+        """As the live worker reports it. The same object again while nothing changes."""
+        core = self.core
+        queued = core.queued_prompts()
+        known = self._load
+        count = (core.running_jobs, core.prefills)
+        if known is not None and not (queued or known.queued_jobs) and (known.running_jobs, known.prefills) == count:
+            return known
+        self._load = Load(
+            queued_jobs=len(queued),
+            queued_tokens=sum(uncached for uncached, _ in queued),
+            running_jobs=core.running_jobs,
             prefill_tokens_per_s=self._tokens_per_s,
-            queued_prompts=self.core.queued_prompts(),
-            prefill_elapsed_s=self.core.elapsed_s(self.node.clock.now_s),
-            prefills=self.core.prefills,
-            recent_prefills=self.core.recent_prefills(),
+            queued_prompts=queued,
+            prefill_elapsed_s=core.elapsed_s(self.node.clock.now_s),
+            prefills=core.prefills,
+            recent_prefills=core.recent_prefills(),
         )
+        return self._load
 
     def submit(self, flight: Flight, max_new_tokens: int) -> None:
         placement = flight.placement
@@ -82,17 +97,31 @@ class PrefillShell:
             fetch_from=placement.fetch_from,
             fetch_prefix_blocks=placement.fetch_prefix_blocks,
             local_prefix_blocks=placement.local_prefix_blocks,
+            turn=self._turn(flight),
         )
         entry = self.core.submit(job, self.node.clock.now_s)
         assert not isinstance(entry, QueueFull), "the simulated queue has no end"
         self.flights[flight.job_id] = flight
         self._acquire_next()
 
+    def _turn(self, flight: Flight) -> QueueTurn:
+        """What the gateway says of it."""
+        placement, waited_s = flight.placement, self.node.clock.now_s - flight.record.arrival_s
+        within_s = None if placement.ttft_slo_s is None else max(0.0, placement.ttft_slo_s - waited_s)
+        return QueueTurn(service_s=placement.prefill_est_s, waited_s=waited_s, first_token_within_s=within_s)
+
+    def _end_late_jobs(self) -> None:
+        """Who waits in vain is refused before it keeps others waiting."""
+        for entry in self.core.late_jobs(self.node.clock.now_s):
+            self.core.move(entry, JobStage.CANCELLED)
+            self._on_late(self.flights.pop(entry.job.job_id))
+
     # --- blocks and prefix --------------------------------------------------------------------------------------------
 
     def _acquire_next(self) -> None:
         if self._is_acquiring or len(self._ready) >= _AHEAD_JOBS:
             return
+        self._end_late_jobs()
         entry = self.core.next_job()
         if entry is None:
             return

@@ -62,6 +62,28 @@ class RequestRecord:
         return self.is_whole and self.ttft_s <= ttft_s and (self.output_tokens < 2 or tbt <= tbt_s)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """A run is not worth finishing once more than ``share`` of all its requests have missed an objective for sure."""
+
+    ttft_s: float
+    tbt_s: float
+    share: float = 0.1
+
+    def is_hopeless(self, records: Sequence[RequestRecord], arrived: int, now_s: float) -> bool:
+        """Whether that is so, with the first *arrived* of *records* there."""
+        allowed = self.share * len(records)
+        bad = 0
+        for record in records[:arrived]:
+            if math.isnan(record.first_token_s):
+                bad += bool(record.refused) or now_s - record.arrival_s > self.ttft_s
+            else:
+                bad += record.ttft_s > self.ttft_s or record.tbt_s > self.tbt_s
+            if bad > allowed:
+                return True
+        return False
+
+
 Interval = tuple[float, int]
 """(seconds, how many times): token intervals, those of one length together."""
 

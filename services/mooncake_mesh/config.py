@@ -100,6 +100,7 @@ class ConductorConfig:
         float | None, "KV in progress over what can be decoded that hold allows; adapts to the load otherwise"
     ] = None
     decode_s: Annotated[float | None, "how long a request is taken to be decoded; measured otherwise"] = None
+    record: Annotated[Path | None, "file for all that is heard and decided, to replay it; none otherwise"] = None
     cost_profile: Annotated[Path | None, "JSON file of the cost model to start from; a small model's otherwise"] = None
     seed: Annotated[int, "seed of the random placement"] = 0
     index_max_blocks: Annotated[int, "block keys the prefix index holds at most"] = 4_000_000

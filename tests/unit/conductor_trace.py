@@ -99,7 +99,7 @@ def replayed(trace: Trace, scheduling: Scheduling) -> str:
     )
     digest = hashlib.sha256()
     for now_s, event in trace:
-        digest.update(repr(_applied(core, now_s, event)).encode())
+        digest.update(repr(applied(core, now_s, event)).encode())
     digest.update(repr(core.status(1e3)).encode())
     return f"{digest.hexdigest()} placed {core.placed_total} refused {core.rejected_total}"
 
@@ -131,7 +131,7 @@ def _beat(draw: random.Random, member: Member) -> Heartbeat:
     return Heartbeat(instance_id=member.instance_id, incarnation=LIFE, load=load)
 
 
-def _applied(core: ConductorCore, now_s: float, event: Event) -> object:
+def applied(core: ConductorCore, now_s: float, event: Event) -> object:
     match event:
         case Register():
             return core.register(event.member, now_s)

@@ -1,18 +1,26 @@
 """The experiments on the papers' results: scale, search and report, on workloads small enough for a unit test."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from bench.paper import markdown
 from bench.paper_beyond import sized_decode_nodes
-from bench.paper_runs import Bench, Measured, mesh
+from bench.paper_cache import RunCache
+from bench.paper_runs import Bench, Measured, greatest, mesh
 from bench.report import Report
+from bench.simulator_results import GiveUp
 from bench.traces import TraceRequest
 from bench.workloads import tool_agent
 from mooncake_mesh.config_scheduling import AdmissionKind
 
 
 def bench(requests: int = 0) -> Bench:
-    return Bench(report=Report("paper", "test"), seeds=(1, 2), requests=requests, steps=3, say=lambda _: None)
+    b = Bench(report=Report("paper", "test"), seeds=(1, 2), requests=requests, say=lambda _: None)
+    for seed in b.seeds:  # the whole workload takes seconds to make
+        b.workloads[f"tool-agent/{seed}"] = tool_agent(requests=200, duration_s=30.0, seed=seed)
+    return b
 
 
 def test_a_row_is_met_when_the_mean_over_the_seeds_is() -> None:
@@ -33,18 +41,49 @@ def test_ratios_are_of_equal_seeds() -> None:
 
 
 def test_a_workload_is_made_anew_for_each_seed() -> None:
-    b = bench(requests=200)
-    assert len(b.workload("tool-agent", seed=1)) == 200
+    b = bench(requests=150)
+    assert len(b.workload("tool-agent", seed=1)) == 150
     assert b.workload("tool-agent", seed=1) != b.workload("tool-agent", seed=2)
     assert b.workload("tool-agent", speed=2.0, seed=1)[-1].arrival_s == pytest.approx(
         b.workload("tool-agent", seed=1)[-1].arrival_s / 2
     )
 
 
-def test_capacity_is_found_between_the_bounds() -> None:
-    b = bench(requests=120)
-    found = b.capacity("tool-agent", mesh(1, 1), low=0.02, high=20.0, seed=1)
-    assert 0.02 < found < 20.0
+@pytest.mark.parametrize("limit", [0.1, 0.97, 1.0, 1.02, 3.7])
+@pytest.mark.parametrize("step", [1.03, 1.25])
+def test_the_greatest_value_is_found_to_three_percent(limit: float, step: float) -> None:
+    asked: list[float] = []
+
+    def holds(value: float) -> bool:
+        asked.append(value)
+        return value <= limit
+
+    found = greatest(holds, 1.0, step)
+    assert found <= limit < found * 1.032
+    assert len(asked) == len(set(asked)), "runs are expensive"
+
+
+def test_a_cached_run_says_what_the_run_said(tmp_path: Path) -> None:
+    b = replace(bench(requests=60), cache=RunCache(folder=tmp_path))
+    work = b.workload("tool-agent", speed=4.0, seed=1)
+    system = mesh(1, 1, admission=AdmissionKind.EARLY)
+    first, again = b.run(work, system), b.run(work, system)
+    assert first is not again
+    assert (again.share(30.0, 0.1), again.reasons(), again.samples) == (
+        first.share(30.0, 0.1),
+        first.reasons(),
+        first.samples,
+    )
+    assert again.ttfts() == first.ttfts()
+
+
+def test_a_hopeless_run_ends_early(tmp_path: Path) -> None:
+    b = bench()
+    slow = b.workload("tool-agent", speed=20.0, seed=1)
+    whole = b.run(slow, mesh(1, 1))
+    cut = b.run(slow, mesh(1, 1), GiveUp(ttft_s=30.0, tbt_s=0.1))
+    assert cut.events < whole.events
+    assert max(cut.share(30.0, 0.1), whole.share(30.0, 0.1)) < 0.9
 
 
 def test_no_admission_lets_everything_in() -> None:

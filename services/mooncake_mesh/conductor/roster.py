@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from mooncake_mesh.conductor.snapshots import NodeRoom, Pending, decode_view, node_room, prefill_view
+from mooncake_mesh.conductor.snapshots import NodeRoom, Pending, PromptTimes, decode_view, node_room, prefill_view
 from mooncake_mesh.mesh.peers import Lease, PeerTable
 from mooncake_mesh.policy.admission import TBT_SHARE
 from mooncake_mesh.policy.correction import Correction
@@ -72,6 +72,7 @@ class Roster:
     ) -> None:
         self._peers = peers
         self._modelled = self.cost = cost
+        self._times = PromptTimes(cost)
         self._kinds = kinds
         self._copies = Correction()
         self._step_limit_s = None if objectives.tbt_s is None else objectives.tbt_s * TBT_SHARE
@@ -253,7 +254,7 @@ class Roster:
             room = node_room(node.load, self._pending[node.member.instance_id])
         pending, factor = self._pending[member.instance_id], self.factor(member.instance_id)
         if member.role is Role.PREFILL:
-            return prefill_view(lease, room, pending, self.cost, factor)
+            return prefill_view(lease, room, pending, self._times, factor)
         return decode_view(lease, room, pending, self.cost, factor, self._step_limit_s)
 
     def _learn(self, lease: Lease) -> None:

@@ -9,29 +9,24 @@ PUB    everybody      ClusterState, on every change and once a second
 """
 
 import asyncio
-from pathlib import Path
+from contextlib import ExitStack
 from time import monotonic
 from typing import Final
 
 import structlog
 
 from mooncake_mesh.conductor.core import ConductorCore, Incompatible
+from mooncake_mesh.conductor.making import conductor_core, described
 from mooncake_mesh.conductor.orders import Order
+from mooncake_mesh.conductor.recording import OpenRecording
 from mooncake_mesh.config import ConductorConfig
-from mooncake_mesh.errors import ConfigError, MooncakeError, Refused
+from mooncake_mesh.errors import MooncakeError, Refused
 from mooncake_mesh.kv.event_stream import FeedRefused
-from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh import endpoint as sockets
-from mooncake_mesh.mesh.peers import HealthChanged, PeerEvent, PeerTable
+from mooncake_mesh.mesh.peers import HealthChanged, PeerEvent
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
-from mooncake_mesh.policy.admission import Admission
-from mooncake_mesh.policy.cost_model import CostModel, KindFactors, LinearCost, kind_factors
-from mooncake_mesh.policy.cost_profile import DEFAULT_KIND, load_kinds
-from mooncake_mesh.policy.placement import Scheduling
-from mooncake_mesh.policy.slo import ServiceLevels
-from mooncake_mesh.policy.views import Objectives
 from mooncake_proto import codec
 from mooncake_proto.control import (
     Goodbye,
@@ -46,7 +41,7 @@ from mooncake_proto.control import (
     StatusReport,
 )
 from mooncake_proto.decisions import DecisionsQuery, DecisionsReport
-from mooncake_proto.ids import InstanceId, new_incarnation
+from mooncake_proto.ids import Incarnation, InstanceId, new_incarnation
 from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
 from mooncake_proto.serving import Outcomes, Placement, Rejected, Schedule
 
@@ -56,45 +51,17 @@ _PUBLISH_S: Final = 1.0
 _TELL_TIMEOUT_S: Final = 1.0
 _MAX_TELLING: Final = 64
 
-DEFAULT_COST: Final = LinearCost(
-    prefill_base_s=0.01,
-    prefill_token_s=0.0012,
-    cached_token_s=0.000_002,
-    step_base_s=0.03,
-    step_sequence_s=0.003,
-    step_context_token_s=0.000_005,
-    transfer_base_s=0.002,
-    transfer_bytes_per_s=2e9,
-)
-"""Where the instances have not reported speeds of their own yet: a 135 M model on one CPU core (prefill about
-800 tokens/s, a decode step of 38 ms at batch 1), KV over loopback TCP. What they measure soon corrects it."""
-
 
 class ConductorService:
     """Handlers over one ConductorCore."""
 
-    def __init__(self, config: ConductorConfig, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, config: ConductorConfig, core: ConductorCore, incarnation: Incarnation, tasks: asyncio.TaskGroup
+    ) -> None:
         self._config = config
         self._tasks = tasks
-        self._incarnation = new_incarnation()
-        cost, kinds = _cost_models(config.cost_profile)
-        self._core = ConductorCore(
-            incarnation=self._incarnation,
-            peers=PeerTable(suspect_after_s=config.suspect_after_s, dead_after_s=config.dead_after_s),
-            index=PrefixIndex(max_entries=config.index_max_blocks),
-            cost=cost,
-            kinds=kinds,
-            objectives=Objectives(ttft_s=config.ttft_slo_s, tbt_s=config.tbt_slo_s),
-            started_s=monotonic(),
-            scheduling=_scheduling(config),
-            seed=config.seed,
-            levels=ServiceLevels(
-                ttft_s=config.ttft_slo_s,
-                tbt_s=config.tbt_slo_s,
-                ttft_factor=config.ttft_slo_factor,
-                tbt_factor=config.tbt_slo_factor,
-            ),
-        )
+        self._incarnation = incarnation
+        self._core = core
         self._publisher = sockets.Publisher(config.publish)
         self._messengers = Phonebook()
         self._telling: set[asyncio.Task[None]] = set()
@@ -228,30 +195,6 @@ class ConductorService:
         )
 
 
-def _scheduling(config: ConductorConfig) -> Scheduling:
-    return Scheduling(
-        placement=config.placement,
-        threshold=config.kvcache_balancing_threshold,
-        replication_share=config.replication_share,
-        admission=Admission(kind=config.admission, decode_s=config.decode_s, wip_limit=config.wip_limit),
-    )
-
-
-def _cost_models(profile: Path | None) -> tuple[CostModel, dict[str, KindFactors]]:
-    """The model that all are priced by, that of the default kind or else the first, and how the kinds compare with it.
-
-    Raises ConfigError for a profile that cannot be used.
-    """
-    if profile is None:
-        return DEFAULT_COST, {}
-    try:
-        costs = load_kinds(profile.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{profile}: {error}", path="conductor.cost_profile") from error
-    base = costs.get(DEFAULT_KIND) or costs[min(costs)]
-    return base, {kind: kind_factors(cost, base) for kind, cost in costs.items()}
-
-
 def _applied(ack: KvEventsAck | FeedRefused | None) -> KvEventsAck:
     if ack is None:
         raise Refused("unknown_messenger", "the node's messenger is not registered")
@@ -262,5 +205,12 @@ def _applied(ack: KvEventsAck | FeedRefused | None) -> KvEventsAck:
 
 async def run(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     """Run a conductor until *lifecycle* says stop."""
-    async with asyncio.TaskGroup() as tasks:
-        await ConductorService(config, tasks).run(lifecycle)
+    incarnation, started_s = new_incarnation(), monotonic()
+    with ExitStack() as files:
+        recording = None
+        if config.record is not None:
+            about = described(config, incarnation, started_s)
+            recording = files.enter_context(OpenRecording(config.record, about))
+        core = conductor_core(config, incarnation, started_s, recording)
+        async with asyncio.TaskGroup() as tasks:
+            await ConductorService(config, core, incarnation, tasks).run(lifecycle)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from mooncake_mesh.mesh.peers import Lease
 from mooncake_mesh.policy.cost_model import CostModel
@@ -9,6 +10,8 @@ from mooncake_mesh.policy.forecast import kv_limit_tokens
 from mooncake_mesh.policy.request_class import BEGUN
 from mooncake_mesh.policy.views import InstanceView, QueuedPrompt
 from mooncake_proto.control import Load
+
+_MOST_PROMPTS: Final = 4_096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +48,34 @@ def node_room(reported: Load, pending: Sequence[Pending]) -> NodeRoom:
     )
 
 
+class PromptTimes:
+    """Prompts of a queue with the time that each takes. The same ones are reported with every beat while they wait."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._known: dict[tuple[int, int, float, int], QueuedPrompt] = {}
+
+    def queued(self, uncached: int, cached: int, factor: float, priority: int = 0) -> QueuedPrompt:
+        """A prompt at an instance that is *factor* times as slow as the model says."""
+        key = (uncached, cached, factor, priority)
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _MOST_PROMPTS:
+                self._known.clear()
+            prefill_s = factor * self._cost.prefill_s(uncached, cached)
+            known = self._known[key] = QueuedPrompt(tokens=uncached + cached, prefill_s=prefill_s, priority=priority)
+        return known
+
+
 def prefill_view(
-    lease: Lease, room: NodeRoom, pending: Sequence[Pending], cost: CostModel, factor: float
+    lease: Lease, room: NodeRoom, pending: Sequence[Pending], times: PromptTimes, factor: float
 ) -> InstanceView:
     """The first queued prompt has been computed for a while when it is reported; the others follow without a gap."""
     load = lease.load
     prompts = load.queued_prompts or (((load.queued_tokens, 0),) if load.queued_tokens else ())
     priorities = load.queued_priorities if len(load.queued_priorities) == len(prompts) else (0,) * len(prompts)
     queue = [
-        QueuedPrompt(tokens=uncached + cached, prefill_s=factor * cost.prefill_s(uncached, cached), priority=priority)
+        times.queued(uncached, cached, factor, priority)
         for (uncached, cached), priority in zip(prompts, priorities, strict=True)
     ]
     busy_until_s = lease.renewed_s
@@ -83,11 +105,16 @@ def decode_view(
     factor: float,
     step_limit_s: float | None,
 ) -> InstanceView:
-    """*step_limit_s* bounds the KV it may run; without one its blocks do."""
+    """*step_limit_s* bounds the KV it may run; without one its blocks do.
+
+    A worker that can decode fewer blocks at a time than its node takes in (device memory beside host memory) says so
+    in its own load.
+    """
     load = lease.load
+    blocks_total = load.blocks_total or room.blocks_total
     limit_tokens = 0
     if step_limit_s is not None and lease.member.model is not None:
-        room_tokens = room.blocks_total * lease.member.model.block_tokens
+        room_tokens = blocks_total * lease.member.model.block_tokens
         known = load.running_tokens / load.running_jobs if load.running_jobs else room_tokens
         limit_tokens = kv_limit_tokens(
             cost, factor=factor, tbt_s=step_limit_s, room_tokens=room_tokens, tokens_per_job=max(1.0, known)
@@ -95,7 +122,7 @@ def decode_view(
     return InstanceView(
         instance_id=lease.member.instance_id,
         node_id=lease.member.node_id,
-        blocks_total=room.blocks_total,
+        blocks_total=blocks_total,
         blocks_available=room.blocks_available,
         running_jobs=load.running_jobs,
         running_tokens=load.running_tokens,

@@ -191,9 +191,14 @@ class DecodeCore:
 
         Stalled sequences sit out.
         """
-        able = [seq for seq in self._sequences.values() if seq.stop is None and self._has_room(seq)]
-        batch = [seq for seq in able if seq.stage is SequenceStage.RUNNING][: self.max_batch]
-        ready = [seq for seq in able if seq.stage is SequenceStage.READY and seq.is_granted]
+        running, ready, block_tokens = [], [], self._block_tokens
+        for sequence in self._sequences.values():  # the loop of every step: no calls in it
+            if sequence.stop is None and len(sequence.blocks) * block_tokens >= sequence.length:
+                if sequence.stage is SequenceStage.RUNNING:
+                    running.append(sequence)
+                elif sequence.stage is SequenceStage.READY and sequence.is_granted:
+                    ready.append(sequence)
+        batch = running[: self.max_batch]
         joining = ready[: self.max_batch - len(batch)]
         for sequence in joining:
             self._move(sequence, SequenceStage.RUNNING)
@@ -222,7 +227,10 @@ class DecodeCore:
     def wants_growth(self) -> dict[JobId, int]:
         """Sequences that will need more blocks soon, marked as growing, and how many."""
         wanted = {}
+        block_tokens = self._block_tokens
         for sequence in self._sequences.values():
+            if len(sequence.blocks) * block_tokens - sequence.length >= _GROW_AHEAD_TOKENS:  # most, at every step
+                continue
             if sequence.stage not in ACTIVE or sequence.is_growing or sequence.stop is not None:
                 continue
             if not sequence.is_granted:

@@ -74,7 +74,7 @@ class PeerTable:
         lease = self._leases.get(instance_id)
         if lease is None or lease.member.incarnation != incarnation or lease.health is Health.DEAD:
             return None
-        self._leases[instance_id] = replace(lease, health=Health.ALIVE, load=load, renewed_s=now_s)
+        self._leases[instance_id] = Lease(member=lease.member, health=Health.ALIVE, load=load, renewed_s=now_s)
         if lease.health is Health.ALIVE:
             return []
         self.revision += 1

@@ -1,0 +1,182 @@
+"""Overload: early rejection and holding where decoding is the bottleneck, and elsewhere (experiments A8, B4, B5, B6).
+
+``hold`` stands for two things that the experiments tell apart: the gate at the decode node alone, with everything let
+in that is expected in time (B5), and the gate with admission by all KV in progress (B6, the live strategy).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import pstdev
+from typing import Final
+
+from bench.paper_runs import TBT_SLO_S, TTFT_SLO_S, Bench, Measured, mesh
+from bench.simulator import MeshSetup
+from bench.simulator_results import RunResult
+from bench.traces import TraceRequest
+from bench.workloads import homogeneous
+from mooncake_mesh.config_scheduling import AdmissionKind
+from mooncake_mesh.policy.admission import Admission
+from mooncake_mesh.policy.queue_order import QueueRules
+
+_ANY: Final = 1e9
+_STRATEGIES: Final[dict[str, Admission]] = {
+    "baseline": Admission(kind=AdmissionKind.BASELINE),
+    "early": Admission(kind=AdmissionKind.EARLY),
+    "predictive": Admission(kind=AdmissionKind.PREDICTIVE),
+    "hold (gate only)": Admission(kind=AdmissionKind.HOLD, wip_limit=_ANY),
+    "hold": Admission(kind=AdmissionKind.HOLD),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A workload at a load, and a mesh. ``least_good``: B5's aim for the gate over baseline, in good requests."""
+
+    name: str
+    work: Callable[[Bench, int], list[TraceRequest]]
+    prefill: int
+    decode: int
+    tbt_s: float = TBT_SLO_S
+    is_decode_bound: bool = True
+    least_good: float | None = None
+    prototype: str = "-"
+
+    @property
+    def case(self) -> str:
+        return f"{self.name} {self.prefill}P{self.decode}D, TBT {self.tbt_s * 1e3:.0f} ms"
+
+
+def _trace(name: str, speed: float) -> Callable[[Bench, int], list[TraceRequest]]:
+    return lambda bench, seed: bench.workload(name, speed=speed, seed=seed)
+
+
+def _homogeneous(bench: Bench, seed: int) -> list[TraceRequest]:
+    return homogeneous(bench.workload("conversation"), requests=bench.requests or 12_000, seed=seed)
+
+
+HOMOGENEOUS: Final = Scenario(
+    name="homogeneous 17/s", work=_homogeneous, prefill=16, decode=2, least_good=1.15, prototype="1.26"
+)
+SCENARIOS: Final = (
+    Scenario(name="conversation 4x", work=_trace("conversation", 4.0), prefill=14, decode=2),
+    Scenario(
+        name="tool-agent 4.2x", work=_trace("tool-agent", 4.2), prefill=14, decode=2, least_good=1.10,
+        prototype="1.14 … 1.16",
+    ),
+    HOMOGENEOUS,
+    Scenario(
+        name="conversation 4x", work=_trace("conversation", 4.0), prefill=13, decode=3, tbt_s=0.05, least_good=1.40,
+        prototype="1.60",
+    ),
+    Scenario(name="synthetic 5x", work=_trace("synthetic", 5.0), prefill=15, decode=1),
+    Scenario(name="conversation 5x", work=_trace("conversation", 5.0), prefill=13, decode=3, is_decode_bound=False),
+)  # fmt: skip
+
+
+def a8_early_rejection(bench: Bench) -> None:
+    """Early rejection where decoding is the bottleneck: 16P2D, 17 requests a second of equal size."""
+    runs = _runs(bench, HOMOGENEOUS, ("baseline", "early", "predictive"))
+    base, early = runs["baseline"], runs["early"]
+    for name, results in runs.items():
+        _told(bench, "A8", HOMOGENEOUS, name, results)
+        bench.row("A8", f"homogeneous: std of busy prefill instances, {name}", _swing(results), "nodes",
+                  prototype="-", baseline=_swing(base))  # fmt: skip
+    good, wasted = _good(early, 0.1).over(_good(base, 0.1)), _wasted(early, 0.1).over(_wasted(base, 0.1))
+    bench.row("A8", "early / baseline: good requests", good, "ratio", least=1.05, prototype="1.08")
+    bench.row("A8", "early / baseline: wasted prefill", wasted, "ratio", most=0.5, prototype="0.36")
+    bench.row("A8", "early / baseline: std of busy prefill instances", _swing(early).over(_swing(base)), "ratio",
+              least=2.0, prototype="3", paper="qualitative")  # fmt: skip
+    bench.report.note(
+        "A8, B5: the live baseline keeps a first token back until the decode node has granted that it goes on. Nobody "
+        "it serves waits for VRAM between tokens, as those of the published one do: it is close to what decoding can "
+        "serve at all, and early rejection and holding can save prefill but hardly win good requests."
+    )
+
+
+def b5_b6_hold(bench: Bench) -> None:
+    """The strategies in six scenarios; whoever is refused stands beside what was good."""
+    for scenario in SCENARIOS:
+        names = ("baseline", "early", "hold (gate only)", "hold")
+        runs = _runs(bench, scenario, names)
+        for name in names:
+            _told(bench, "B6", scenario, name, runs[name])
+        tbt_s, base = scenario.tbt_s, runs["baseline"]
+        if scenario.least_good is not None:
+            ratio = _good(runs["hold (gate only)"], tbt_s).over(_good(base, tbt_s))
+            bench.row("B5", f"{scenario.case}: gate / baseline, good requests", ratio, "ratio",
+                      least=scenario.least_good, prototype=scenario.prototype)  # fmt: skip
+        change = _tokens(runs["hold"], tbt_s).minus(_tokens(base, tbt_s))
+        bench.row("B6", f"{scenario.case}: hold - baseline, good tokens", change, "share", least=-0.01,
+                  prototype="≥ +0.003")  # fmt: skip
+        if scenario.is_decode_bound and tbt_s == TBT_SLO_S:
+            bench.row("B6", f"{scenario.case}: hold / baseline, wasted prefill",
+                      _wasted(runs["hold"], tbt_s).over(_wasted(base, tbt_s)), "ratio", most=0.10,
+                      prototype="0 … 0.02")  # fmt: skip
+
+
+def b4_queue_order(bench: Bench) -> None:
+    """Slack-preserving order of the prefill queues against first come, first served: 12P4D with Algorithm 1."""
+    for name, speed, most, prototype in (
+        ("conversation", 3.3, 0.75, ".65"), ("tool-agent", 3.7, 0.65, ".52"), ("synthetic", 3.2, 0.65, ".50"),
+        ("conversation", 5.0, math.inf, "-"), ("tool-agent", 5.0, math.inf, "-"), ("synthetic", 5.0, math.inf, "-"),
+    ):  # fmt: skip
+        case, plain = f"{name} {speed}x", mesh(12, 4, admission=AdmissionKind.BASELINE)
+        work = [bench.workload(name, speed=speed, seed=seed) for seed in bench.seeds]
+        fcfs = [bench.run(requests, plain) for requests in work]
+        slack = [bench.run(requests, replace(plain, queue_rules=QueueRules())) for requests in work]
+        for queue, results in (("fcfs", fcfs), ("slack", slack)):
+            bench.row("B4", f"{case}: of tokens, {queue}", _tokens(results, TBT_SLO_S), "share", prototype="-")
+            bench.row("B4", f"{case}: good, {queue}", _good(results, TBT_SLO_S), "share", prototype="-")
+            bench.row("B4", f"{case}: mean TTFT, {queue}", _ttft(results), "s", prototype="-")
+        bench.row("B4", f"{case}: mean TTFT, slack / fcfs", _ttft(slack).over(_ttft(fcfs)), "ratio", most=most,
+                  prototype=prototype)  # fmt: skip
+        change = _tokens(slack, TBT_SLO_S).minus(_tokens(fcfs, TBT_SLO_S))
+        bench.row("B4", f"{case}: slack - fcfs, good tokens", change, "share", least=-0.01, prototype="≥ -0.02")
+
+
+def _ttft(results: list[RunResult]) -> Measured:
+    return Measured([r.mean_ttft_s() for r in results])
+
+
+def _runs(bench: Bench, scenario: Scenario, names: tuple[str, ...]) -> dict[str, list[RunResult]]:
+    return {
+        name: [bench.run(scenario.work(bench, seed), _setup(scenario, _STRATEGIES[name])) for seed in bench.seeds]
+        for name in names
+    }
+
+
+def _setup(scenario: Scenario, admission: Admission) -> MeshSetup:
+    setup = mesh(scenario.prefill, scenario.decode, admission=admission.kind, tbt_s=scenario.tbt_s)
+    return replace(setup, scheduling=replace(setup.scheduling, admission=admission))
+
+
+def _told(bench: Bench, id_: str, scenario: Scenario, name: str, results: list[RunResult]) -> None:
+    """What became of the requests of one strategy."""
+    case, tbt_s = f"{scenario.case}, {name}", scenario.tbt_s
+    bench.row(id_, f"{case}: good", _good(results, tbt_s), "share", prototype="-")
+    bench.row(id_, f"{case}: of tokens", _tokens(results, tbt_s), "share", prototype="-")
+    bench.row(id_, f"{case}: wasted prefill", _wasted(results, tbt_s), "Mtok", prototype="-")
+    bench.row(id_, f"{case}: refused", Measured([float(r.rejected) for r in results]), "requests", prototype="-")
+
+
+def _good(results: list[RunResult], tbt_s: float) -> Measured:
+    return Measured([r.share(TTFT_SLO_S, tbt_s) for r in results])
+
+
+def _tokens(results: list[RunResult], tbt_s: float) -> Measured:
+    return Measured([r.token_share(TTFT_SLO_S, tbt_s) for r in results])
+
+
+def _wasted(results: list[RunResult], tbt_s: float) -> Measured:
+    return Measured([r.wasted_tokens(TTFT_SLO_S, tbt_s) / 1e6 for r in results])
+
+
+def _swing(results: list[RunResult]) -> Measured:
+    """Standard deviation of the number of busy prefill instances while requests come, without the first tenth."""
+    swings = []
+    for result in results:
+        last_s = result.records[-1].arrival_s
+        busy = [float(s.prefill_busy) for s in result.samples if 0.1 * last_s <= s.time_s <= last_s]
+        swings.append(pstdev(busy) or 1e-9)
+    return Measured(swings)
