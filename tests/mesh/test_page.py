@@ -31,7 +31,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
         "prefill": ["--fake-output=utf8", BLOCKS],
         "decode": ["--fake-output=utf8", BLOCKS, "--fake-decode-s-base=0.003"],
     }
-    with Mesh(flags=flags, prefill_nodes=(0, 1), arena_bytes="1MiB") as mesh:
+    with Mesh(flags=flags, prefill_nodes=(0, 2), arena_bytes="1MiB") as mesh:
         yield mesh
 
 
@@ -68,7 +68,7 @@ def test_the_state_has_the_mesh_and_each_decision_with_its_reason(mesh: Mesh) ->
     assert list(instances) == ["gateway0", "prefill0", "prefill1", "decode0"]
     assert all(one["health"] == "alive" for one in instances.values())
     pool = {one["node"]: one for one in told["mesh"]["pool"]}
-    assert set(pool) == {"node0", "node1"}
+    assert set(pool) == {"node0", "node1", "node2"}
     assert pool["node0"]["ssd_slots"] > 0
     assert pool["node1"]["ssd_slots"] == 0
     (decision,) = told["decisions"]
