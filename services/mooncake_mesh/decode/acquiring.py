@@ -13,7 +13,7 @@ def blocks_request(sequence: DecodeSequence, layout: KvLayout, me: Holder) -> Ac
     is computed here, as much of it as there is."""
     job, inline = sequence.job, sequence.job.inline_prefill
     request = Acquire(
-        job_id=job.job_id,
+        job_id=sequence.arena_job,
         instance_id=me.instance_id,
         incarnation=me.incarnation,
         keys=job.keys,

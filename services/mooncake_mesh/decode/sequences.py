@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from mooncake_mesh.errors import MooncakeError
 from mooncake_mesh.policy.decisions import Refused
-from mooncake_proto.ids import BlockKey
+from mooncake_proto.ids import BlockKey, JobId
 from mooncake_proto.serving import DecodeJob, FinishReason
 
 
@@ -65,6 +65,12 @@ class DecodeSequence:
     has_first_token: bool = False
     is_growing: bool = False
     stop: MooncakeError | None = None
+
+    @property
+    def arena_job(self) -> JobId:
+        """Its name at the messenger, who may know the same request's prefill job: both can be on one node."""
+        job_id = self.job.job_id
+        return job_id if self.job.inline_prefill is not None else JobId(f"{job_id}:decode")
 
     @property
     def is_over(self) -> bool:

@@ -188,7 +188,7 @@ class DecodeService:
         if sequence.stop is not None:  # it came before this task's first turn
             raise sequence.stop
         request = blocks_request(sequence, self._layout, self._station.me)
-        async with self._station.waits.interruptible(request.job_id):
+        async with self._station.waits.interruptible(sequence.job.job_id):
             return await self._station.messenger.call(request, Acquired, timeout_s=self._left_s(sequence))
 
     # --- stopping -----------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class DecodeService:
         await self._close(sequence)
 
     async def _close(self, sequence: DecodeSequence) -> None:
-        await self._station.release(sequence.job.job_id)
+        await self._station.release(sequence.arena_job)
         self._core.forget(sequence)
         self._slots.forget(sequence.job.job_id)
         self._over.ring()
@@ -360,22 +360,26 @@ class DecodeService:
         whole = self._core.whole_blocks(sequence)
         if whole is None:
             return
-        seal = Seal(job_id=sequence.job.job_id, first_block=whole.first_block, keys=b"".join(whole.keys))
+        seal = Seal(job_id=sequence.arena_job, first_block=whole.first_block, keys=b"".join(whole.keys))
         try:
             self._station.messenger.post(seal)
         except PeerUnreachable:  # sharing is for others; a lost messenger ends this job by another way
             log.debug("seal_undelivered", job_id=sequence.job.job_id)
 
     async def _grow(self, wanted: dict[JobId, int]) -> None:
+        sequences = [(self._core.get(job_id), n_blocks) for job_id, n_blocks in wanted.items()]
+        asking = [(sequence, n_blocks) for sequence, n_blocks in sequences if sequence is not None]
         try:
-            request = Grow(wanted={str(job_id): blocks for job_id, blocks in wanted.items()})
+            request = Grow(wanted={str(sequence.arena_job): n_blocks for sequence, n_blocks in asking})
             got = (await self._station.messenger.call(request, Grown, timeout_s=_CALL_TIMEOUT_S)).blocks
         except MooncakeError as error:
             log.warning("growth_failed", jobs=len(wanted), code=error.code)
             got = {}
-        for job_id in wanted:
-            sequence = self._core.get(job_id)
-            victim = None if sequence is None else self._core.grown(sequence, got.get(job_id, ()))
+        for sequence, _ in asking:
+            job_id = sequence.job.job_id
+            if self._core.get(job_id) is not sequence:
+                continue  # it ended meanwhile, and its blocks with it
+            victim = self._core.grown(sequence, got.get(sequence.arena_job, ()))
             if victim is not None:
                 log.info("job_preempted", job_id=victim.job.job_id, for_job=job_id)
                 self._stop(victim, NoFreeBlocks("preempted: the KVCache pool of the node is full"))
