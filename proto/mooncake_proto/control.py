@@ -73,7 +73,7 @@ class Load:
     tokens) of every running one; ``decoded_tokens`` is what a finished one had decoded here, on average of late.
     ``recent_steps`` are the (sequences, tokens of KV, seconds) of the last few of ``steps``, newest last; ``step_s`` is
     their moving average, ``max_batch`` how many sequences a step takes, and ``blocks_total`` how many blocks it can
-    decode at a time, 0: all of its node's.
+    decode at a time, 0: all of its node's. ``queued_prompts`` are those it computes itself.
     Messenger: ``recent_copies`` are the (bytes, seconds) of the last few of ``copies`` prefixes that it had from other
     nodes, newest last.
     """

@@ -13,6 +13,8 @@
     gateway → either      CancelJob           answered by Ok once nothing of the job is left there
     gateway → conductor   Outcomes            one-way, a few times a second: how requests ended
 
+Where a placement has the decode instance compute the prompt, there is no PrefillJob, and FirstToken is that instance's.
+
 Token ids travel as little-endian int32, block keys as concatenated 16-byte hashes.
 """
 
@@ -141,6 +143,9 @@ class Placement:
     All block counts are hints: who acts on them finds out what is really there. With a ``gate`` the decode worker has
     the last word, and nobody is shown the first token before. ``prefill_est_s`` is what computing will take once it is
     its turn, ``ttft_slo_s`` the objective from the request's arrival to its first token.
+
+    With ``inline_chunk_tokens`` the decode instance computes the prompt, in chunks of that many tokens between its
+    steps; ``prefill`` names it too then.
     """
 
     job_id: JobId
@@ -155,6 +160,7 @@ class Placement:
     prefill_est_s: float = 0.0
     ttft_slo_s: float | None = None
     read_limit_blocks: Natural | None = None
+    inline_chunk_tokens: Positive | None = None
 
 
 @message("serving.rejected")
@@ -214,10 +220,23 @@ class PrefillJob:
     read_limit_blocks: Natural | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InlinePrefill:
+    """A decode worker computes the prompt itself: ``chunk_tokens`` of it, whole blocks, before each step at most.
+
+    The other fields are as in PrefillJob.
+    """
+
+    chunk_tokens: Positive
+    fetch_from: str = ""
+    fetch_prefix_blocks: Natural = 0
+    read_limit_blocks: Natural | None = None
+
+
 @message("serving.decode_job")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeJob:
-    """Expect the KV of ``tokens`` under ``transfer_id``, then decode.
+    """Expect the KV of ``tokens`` under ``transfer_id``, or compute it by ``inline_prefill``; then decode.
 
     ``key_root`` continues the chain of block keys. With a ``gate`` decoding begins when that lets it, which the
     gateway hears by DecodeGranted; ``first_token_within_s`` is what is left of the time to the first token.
@@ -237,6 +256,7 @@ class DecodeJob:
     gate: DecodeGate | None = None
     first_token_within_s: float | None = None
     tenant: str = ""
+    inline_prefill: InlinePrefill | None = None
 
 
 @message("serving.first_token")

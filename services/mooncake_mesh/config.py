@@ -29,7 +29,7 @@ from mooncake_mesh.config_commands import ChatConfig, ProfileConfig, StatusConfi
 from mooncake_mesh.config_pipeline import PipelineConfig, layer_counts
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.config_run_dir import default_run_dir
-from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind, QueueOrderKind
+from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, PlacementKind, QueueOrderKind
 from mooncake_mesh.config_tenants import tenant_shares
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.layout import KvDtype
@@ -99,6 +99,9 @@ class ConductorConfig:
     wip_limit: Annotated[
         float | None, "KV in progress over what can be decoded that hold allows; adapts to the load otherwise"
     ] = None
+    hybrid_decode: Annotated[
+        HybridDecodeKind, "auto: decode instances compute prompts that are sooner there and fit between steps; or off"
+    ] = HybridDecodeKind.OFF
     decode_s: Annotated[float | None, "how long a request is taken to be decoded; measured otherwise"] = None
     record: Annotated[Path | None, "file for all that is heard and decided, to replay it; none otherwise"] = None
     cost_profile: Annotated[Path | None, "JSON file of the cost model to start from; a small model's otherwise"] = None

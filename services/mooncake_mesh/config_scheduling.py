@@ -25,6 +25,13 @@ class AdmissionKind(enum.Enum):
     HOLD = "hold"
 
 
+class HybridDecodeKind(enum.Enum):
+    """Whether decode instances compute prompts: never, or where :mod:`mooncake_mesh.policy.hybrid` says so."""
+
+    OFF = "off"
+    AUTO = "auto"
+
+
 class QueueOrderKind(enum.Enum):
     """In which order a prefill instance computes what waits: as it came, or as :mod:`mooncake_mesh.policy.queue_order`
     says."""

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from mooncake_proto import client, control, kvcache, pipeline, rdma, serving, transfer  # noqa: F401  registers every kind
+from mooncake_proto import (  # noqa: F401  registers every kind
+    client,
+    control,
+    decisions,
+    kvcache,
+    pipeline,
+    rdma,
+    serving,
+    transfer,
+)
 from mooncake_proto.codec import decode, encode, kinds
 from mooncake_proto.envelope import PROTOCOL_VERSION, VERSION_FRAME, Envelope
 from mooncake_proto.ids import MessageId

@@ -138,22 +138,28 @@ class RequestMachine(RuleBasedStateMachine):
                 assert 0.0 <= after_s <= 1.0
                 self.asked.append(command)
             case StartJobs(prefill=prefill, decode=decode, placement=placement):
-                assert prefill.job_id not in self.started, "a job id is used once"
+                jobs = [job for job in (prefill, decode) if job is not None]
+                job_id = jobs[0].job_id
+                assert job_id not in self.started, "a job id is used once"
                 assert not self.open, "the jobs of the attempt before were cancelled"
-                assert prefill.tokens == token_bytes([*PROMPT, *self.out])
-                assert prefill.drawn_tokens == len(self.out)
-                assert (
-                    (decode is None) == (prefill.decode is None) == (self.stopping.max_new_tokens - len(self.out) == 1)
-                )
-                assert decode is None or (decode.tokens, decode.drawn_tokens) == (prefill.tokens, prefill.drawn_tokens)
-                self.started[prefill.job_id] = command
-                assert decode is None or decode.gate == (None if self.out else placement.gate)
+                assert {job.tokens for job in jobs} == {token_bytes([*PROMPT, *self.out])}
+                assert {job.drawn_tokens for job in jobs} == {len(self.out)}
+                is_single = self.stopping.max_new_tokens - len(self.out) == 1
+                if prefill is not None:
+                    assert placement.inline_chunk_tokens is None
+                    assert (decode is None) == (prefill.decode is None) == is_single
+                else:
+                    assert decode is not None
+                    assert decode.inline_prefill is not None
+                    assert decode.inline_prefill.chunk_tokens == placement.inline_chunk_tokens
+                self.started[job_id] = command
+                assert decode is None or decode.gate == (None if self.out or is_single else placement.gate)
                 if decode is not None and decode.gate is not None:
                     assert decode.first_token_within_s == 29.0
-                    self.shut.add(prefill.job_id)
-                self.open.add((prefill.job_id, placement.prefill.instance_id))
+                    self.shut.add(job_id)
+                self.open.add((job_id, placement.prefill.instance_id))
                 if decode is not None:
-                    self.open.add((prefill.job_id, placement.decode.instance_id))
+                    self.open.add((job_id, placement.decode.instance_id))
             case CancelAt(job_id=job_id, workers=workers):
                 for worker in workers:
                     assert (job_id, worker.instance_id) in self.open, "started there, and not cancelled before"
@@ -168,7 +174,10 @@ class RequestMachine(RuleBasedStateMachine):
                 self.ends += 1
 
     def drawn_before(self, job_id: JobId) -> int:
-        return self.started[job_id].prefill.drawn_tokens
+        started = self.started[job_id]
+        job = started.prefill or started.decode
+        assert job is not None
+        return job.drawn_tokens
 
     def token(self, job_id: JobId, position: int) -> FirstToken | TokenEntry:
         """What a worker of *job_id* draws at *position*: the same as any other worker would, the first at prefill."""
@@ -194,12 +203,26 @@ class RequestMachine(RuleBasedStateMachine):
         decode=st.sampled_from(DECODES),
         which=st.integers(0, 3),
         gate=st.sampled_from((None, GATE)),
+        inline_chunk_tokens=st.sampled_from((None, None, 16)),
     )
-    def placed(self, prefill: WorkerRef, decode: WorkerRef, which: int, gate: DecodeGate | None) -> None:
+    def placed(
+        self,
+        prefill: WorkerRef,
+        decode: WorkerRef,
+        which: int,
+        gate: DecodeGate | None,
+        inline_chunk_tokens: int | None,
+    ) -> None:
         """An answer to a question of now or of earlier, perhaps for the second time."""
         job_id = self.asked[-1 - which % len(self.asked)].schedule.job_id
         answer = Placement(
-            job_id=job_id, prefill=prefill, decode=decode, local_prefix_blocks=0, gate=gate, ttft_slo_s=30.0
+            job_id=job_id,
+            prefill=prefill if inline_chunk_tokens is None else decode,
+            decode=decode,
+            local_prefix_blocks=0,
+            gate=gate,
+            ttft_slo_s=30.0,
+            inline_chunk_tokens=inline_chunk_tokens,
         )
         self.feed(Placed(placement=answer))
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from mooncake_mesh.conductor.core import ConductorCore
-from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind
+from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, PlacementKind
 from mooncake_mesh.kv.block_hash import join_keys
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh.peers import PeerTable
@@ -106,7 +106,8 @@ def replayed(trace: Trace, scheduling: Scheduling) -> str:
 
 def all_policies(replay: Callable[[Scheduling], str]) -> list[str]:
     placements = [replay(Scheduling(placement=kind)) for kind in PlacementKind]
-    return placements + [replay(Scheduling(admission=Admission(kind=kind))) for kind in AdmissionKind]
+    admissions = [replay(Scheduling(admission=Admission(kind=kind))) for kind in AdmissionKind]
+    return [*placements, *admissions, replay(Scheduling(hybrid_decode=HybridDecodeKind.AUTO))]
 
 
 def _beat(draw: random.Random, member: Member) -> Heartbeat:

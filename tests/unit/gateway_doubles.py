@@ -17,6 +17,7 @@ from mooncake_mesh.gateway.http import HttpLimits, create_app
 from mooncake_mesh.gateway.metrics import DoorMetrics
 from mooncake_mesh.gateway.tokenizer import BYTE_EOS, ByteTokenizer
 from mooncake_proto.control import ModelCard, StatusReport
+from mooncake_proto.decisions import DecisionsReport
 from mooncake_proto.ids import RequestId
 from mooncake_proto.serving import FinishReason, TokenLogprob
 
@@ -45,6 +46,7 @@ class ScriptedMesh:
         self.state = Readiness(ready=True, reasons=())
         self.content: set[RequestId] = set()
         self.known: StatusReport | None = None
+        self.decided: DecisionsReport | None = None
 
     def models(self) -> tuple[ModelCard, ...]:
         return self.cards
@@ -57,6 +59,9 @@ class ScriptedMesh:
 
     async def report(self) -> StatusReport | None:
         return self.known
+
+    async def decisions(self, *, after: int) -> DecisionsReport | None:
+        return self.decided
 
     async def generate(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
@@ -177,6 +182,7 @@ class Exchange:
         self, app: Starlette, path: str, body: bytes | Sequence[bytes] = b"", *, method: str = "POST", **headers: str
     ) -> None:
         self._app = app
+        path, _, query = path.partition("?")
         self._scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -184,7 +190,7 @@ class Exchange:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "scheme": "http",
             "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()],
@@ -250,5 +256,5 @@ def ask(gateway: "Gateway", path: str, fields: dict[str, Any] | None = None, **h
     return asyncio.run(Exchange(gateway.app, path, body, **headers).run())
 
 
-def get(gateway: "Gateway", path: str) -> Exchange:
-    return asyncio.run(Exchange(gateway.app, path, method="GET").run())
+def get(gateway: "Gateway", path: str, **headers: str) -> Exchange:
+    return asyncio.run(Exchange(gateway.app, path, method="GET", **headers).run())

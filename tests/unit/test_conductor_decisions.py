@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mooncake_mesh.conductor.core import ConductorCore
-from mooncake_mesh.config_scheduling import AdmissionKind
+from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind
 from mooncake_mesh.kv.block_hash import join_keys
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh.peers import PeerTable
@@ -285,3 +285,25 @@ def test_refused_by_one_it_is_placed_only_where_there_is_a_place_now(jobs: int, 
     )
     result = core.schedule(request, 0.0)
     assert (result.decode.instance_id if isinstance(result, Placement) else result.reason) == answer
+
+
+# --- prompts that decode instances compute ----------------------------------------------------------------------------
+
+
+def test_a_prompt_placed_on_a_decode_instance_counts_there_until_it_reports_it() -> None:
+    core = mesh("p0", "d0", "d1", scheduling=Scheduling(hybrid_decode=HybridDecodeKind.AUTO))
+    beat(core, "p0", Load(queued_prompts=((200, 0),)), 1.0)  # 2 s from now on
+    spots = [placed(core, 1.0).prefill.instance_id for _ in range(12)]
+    assert spots[:4] == ["d0", "d1", "d0", "d1"], "0.4 s each"
+    assert 8 <= spots.index(InstanceId("p0")) <= 10, "by then it is sooner there"
+    for name in ("d0", "d1"):
+        beat(core, name, Load(queued_prompts=((10, 30),)), 1.2)
+    assert placed(core, 1.2).inline_chunk_tokens == 40
+
+
+def test_a_prompt_is_one_waiting_job_of_the_instance_that_does_both() -> None:
+    core = mesh("p0", "d0", scheduling=Scheduling(hybrid_decode=HybridDecodeKind.AUTO))
+    beat(core, "p0", Load(queued_prompts=((2000, 0),)), 1.0)
+    assert placed(core, 1.0).prefill_est_s == pytest.approx(0.4)
+    [view] = core._roster.cluster("m", (), 1.0).decode
+    assert (view.waiting_jobs, view.waiting_tokens, view.busy_until_s) == (1, 40, pytest.approx(1.4))

@@ -143,6 +143,27 @@ def test_ready_ones_join_oldest_first_as_places_allow_and_never_push_a_running_o
     assert names(c.plan_step()) == ["b", "late"]
 
 
+def test_a_prompt_that_was_computed_here_is_ready_with_its_first_token() -> None:
+    c = core()
+    sequence = submitted(c, "a", drawn=4)
+    assert c.prefilled(sequence, [7, 8], 50) is None
+    assert (sequence.stage, sequence.blocks, sequence.drawn) == (SequenceStage.READY, [7, 8], 5)
+    [new] = step(c, 9)
+    assert (new.position, new.token) == (5, 9)
+
+
+@pytest.mark.parametrize(
+    ("token", "max_new", "finish"), [(2, 100, FinishReason.STOP), (50, 1, FinishReason.LENGTH)], ids=["stop", "length"]
+)
+def test_a_first_token_drawn_here_may_be_the_last(token: int, max_new: int, finish: FinishReason) -> None:
+    c = core()
+    sequence = submitted(c, "a", max_new=max_new)
+    assert c.prefilled(sequence, [7], token) is finish
+    assert (sequence.stage, c.plan_step(), c.decoded_tokens) == (SequenceStage.FINISHED, [], 0.0)
+    c.forget(sequence)
+    assert c.n_jobs == 0
+
+
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 

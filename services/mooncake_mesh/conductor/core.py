@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from mooncake_mesh.conductor.decision_log import DecisionLog
 from mooncake_mesh.conductor.orders import Orders
 from mooncake_mesh.conductor.replicator import Replicator
 from mooncake_mesh.conductor.roster import WORKERS, PlacedWork, Roster
@@ -18,7 +19,7 @@ from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh.peers import HealthChanged, PeerEvent, PeerTable
 from mooncake_mesh.policy.admission import elsewhere
 from mooncake_mesh.policy.cost_model import CostModel, KindFactors
-from mooncake_mesh.policy.decisions import Placed, Refused
+from mooncake_mesh.policy.decisions import Placed, Refused, unavailable
 from mooncake_mesh.policy.decode_gate import gate_for
 from mooncake_mesh.policy.draws import draw
 from mooncake_mesh.policy.placement import DEFAULT_SCHEDULING, Scheduling, place
@@ -49,9 +50,9 @@ class Incompatible:
 class ConductorCore:
     """Mutated only by its methods; times come in as arguments, seconds of one monotonic clock.
 
-    ``orders`` is what messengers must be told of placements. *seed* is where the chance of the ``random`` policy comes
-    from: equal seeds and events give equal decisions. *levels* is what ended requests are held against, *objectives*
-    where None; *kinds* how much slower than *cost* the kinds of instances are.
+    ``orders`` is what messengers must be told of placements, ``decisions`` the last of them. *seed* is where the chance
+    of the ``random`` policy comes from: equal seeds and events give equal decisions. *levels* is what ended requests
+    are held against, *objectives* where None; *kinds* how much slower than *cost* the kinds of instances are.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class ConductorCore:
         share = scheduling.replication_share
         self._replicator = Replicator(cost, share) if share > 0 else None
         self.orders = Orders()
+        self.decisions = DecisionLog(scheduling, objectives)
         self._slo = SloMonitor(
             levels or ServiceLevels(ttft_s=objectives.ttft_s, tbt_s=objectives.tbt_s), started_s=started_s
         )
@@ -173,6 +175,7 @@ class ConductorCore:
         """Choose instances for a request, by what is known now."""
         card = self._card(request.model)
         if card is None:
+            self.decisions.note(request, unavailable("no_worker"), self._roster.cost, now_s)
             return self._rejected(request, "no_worker", unavailable=True, retry_after_s=1.0)
         keys = list(split_keys(request.keys))
         prefix_blocks = self._index.prefix_blocks(keys)
@@ -188,6 +191,7 @@ class ConductorCore:
         )
         view = self._roster.cluster(request.model, request.avoid, now_s)
         placed = self._placed(request, shape, view)
+        self.decisions.note(request, placed, self._roster.cost, now_s, shape, view)
         if isinstance(placed, Refused):
             return self._rejected(
                 request, placed.reason, unavailable=placed.unavailable, retry_after_s=placed.retry_after_s
@@ -258,6 +262,7 @@ class ConductorCore:
             read_limit_blocks=placed.read_limit_blocks,
             prefill_est_s=prefill_s,
             ttft_slo_s=None if is_batch(request.priority) else self._objectives.ttft_s,
+            inline_chunk_tokens=placed.inline_chunk_tokens,
         )
 
     def _rejected(self, request: Schedule, reason: str, *, unavailable: bool, retry_after_s: float) -> Rejected:

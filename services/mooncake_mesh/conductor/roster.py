@@ -140,7 +140,8 @@ class Roster:
         self._pending[work.prefill].append(
             Pending(placed_s=now_s, tokens=tokens, prefill_s=prefill_s, priority=work.priority)
         )
-        self._pending[work.decode].append(Pending(placed_s=now_s, tokens=tokens))
+        if work.decode != work.prefill:
+            self._pending[work.decode].append(Pending(placed_s=now_s, tokens=tokens))
         messenger = self._messengers[decode.member.node_id]
         self._pending[messenger].append(Pending(placed_s=now_s, blocks=work.decode_blocks))
         self._stale.add(work.prefill)

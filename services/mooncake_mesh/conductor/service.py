@@ -40,6 +40,7 @@ from mooncake_proto.control import (
     StatusQuery,
     StatusReport,
 )
+from mooncake_proto.decisions import DecisionsQuery, DecisionsReport
 from mooncake_proto.ids import Incarnation, InstanceId, new_incarnation
 from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
 from mooncake_proto.serving import Outcomes, Placement, Rejected, Schedule
@@ -74,6 +75,7 @@ class ConductorService:
             KvSnapshot: self._kv_snapshot,
             Outcomes: self._outcomes,
             StatusQuery: self._status,
+            DecisionsQuery: self._decisions,
         }
         self._server = RpcServer(config.bind, handlers, tasks)
 
@@ -183,6 +185,9 @@ class ConductorService:
 
     def _status(self, _: StatusQuery, __: Caller) -> StatusReport:
         return self._core.status(monotonic())
+
+    def _decisions(self, query: DecisionsQuery, _: Caller) -> DecisionsReport:
+        return self._core.decisions.report(query, self._incarnation, monotonic())
 
     def _ping(self, _: Ping, __: Caller) -> Pong:
         return Pong(

@@ -18,7 +18,8 @@ _MOST_PROMPTS: Final = 4_096
 class Pending:
     """Placed, and not taken over by a beat yet.
 
-    At a prefill instance a prompt, at a decode instance KV, at a messenger blocks that decoding will reserve.
+    At a prefill instance a prompt, at a decode instance KV, at a messenger blocks that decoding will reserve. A prompt
+    that a decode instance computes itself is one at that.
     """
 
     placed_s: float
@@ -112,6 +113,10 @@ def decode_view(
     """
     load = lease.load
     blocks_total = load.blocks_total or room.blocks_total
+    busy_until_s = lease.renewed_s + factor * sum(cost.prefill_s(*prompt) for prompt in load.queued_prompts)
+    for work in pending:
+        if work.prefill_s:
+            busy_until_s = max(busy_until_s, work.placed_s) + work.prefill_s
     limit_tokens = 0
     if step_limit_s is not None and lease.member.model is not None:
         room_tokens = blocks_total * lease.member.model.block_tokens
@@ -124,6 +129,7 @@ def decode_view(
         node_id=lease.member.node_id,
         blocks_total=blocks_total,
         blocks_available=room.blocks_available,
+        busy_until_s=busy_until_s,
         running_jobs=load.running_jobs,
         running_tokens=load.running_tokens,
         waiting_jobs=load.queued_jobs + len(pending),

@@ -5,6 +5,9 @@
     WAITING ──(KV landed and first token known)──► READY ──(gate open)──► RUNNING ──► FINISHED
        └──────────────────┴─────────────────────────────────────────────────┴──────► STOPPED
 
+A sequence whose prompt is computed here waits for that instead of KV and token, and is FINISHED at once where the first
+token is the last.
+
 A job with a gate joins no batch before :meth:`DecodeCore.open_gates` has granted it; one that is refused is for the
 caller to stop.
 
@@ -36,7 +39,7 @@ from mooncake_mesh.policy.decisions import Refused
 from mooncake_mesh.policy.decode_gate import Batch, Candidate, Verdict, overdue, verdicts
 from mooncake_mesh.policy.stopping import finish_after
 from mooncake_proto.ids import BlockKey, JobId
-from mooncake_proto.serving import DecodeJob
+from mooncake_proto.serving import DecodeJob, FinishReason
 
 _MAX_EARLY_TOKENS: Final = 1024
 _GROW_AHEAD_TOKENS: Final = 8
@@ -153,6 +156,16 @@ class DecodeCore:
         self._append(sequence, token)
         sequence.has_first_token = True
         self._perhaps_ready(sequence)
+
+    def prefilled(self, sequence: DecodeSequence, blocks: Sequence[int], token: int) -> FinishReason | None:
+        """The prompt was computed here, in *blocks*, and *token* drawn. Whether and why the sequence ends with it."""
+        finish = finish_after(token, sequence.drawn, sequence.job.stopping)
+        sequence.blocks = list(blocks)
+        sequence.is_landed = True
+        sequence.has_first_token = True
+        self._append(sequence, token)
+        self._move(sequence, SequenceStage.READY if finish is None else SequenceStage.FINISHED)
+        return finish
 
     def _perhaps_ready(self, sequence: DecodeSequence) -> None:
         if sequence.is_landed and sequence.has_first_token and sequence.stage is SequenceStage.WAITING:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from mooncake_mesh.errors import MooncakeError
 from mooncake_mesh.policy.decisions import Refused
-from mooncake_proto.ids import BlockKey
+from mooncake_proto.ids import BlockKey, JobId
 from mooncake_proto.serving import DecodeJob, FinishReason
 
 
@@ -24,6 +24,7 @@ class SequenceStage(enum.Enum):
 MOVES: Final = frozenset(
     {
         (SequenceStage.WAITING, SequenceStage.READY),
+        (SequenceStage.WAITING, SequenceStage.FINISHED),  # computed here, and its first token is all there is
         (SequenceStage.READY, SequenceStage.RUNNING),
         (SequenceStage.RUNNING, SequenceStage.FINISHED),
         (SequenceStage.WAITING, SequenceStage.STOPPED),
@@ -66,6 +67,12 @@ class DecodeSequence:
     stop: MooncakeError | None = None
 
     @property
+    def arena_job(self) -> JobId:
+        """Its name at the messenger, who may know the same request's prefill job: both can be on one node."""
+        job_id = self.job.job_id
+        return job_id if self.job.inline_prefill is not None else JobId(f"{job_id}:decode")
+
+    @property
     def is_over(self) -> bool:
         return self.stage in (SequenceStage.FINISHED, SequenceStage.STOPPED)
 
@@ -76,7 +83,7 @@ class DecodeSequence:
 
     @property
     def decoded(self) -> int:
-        """Tokens drawn here: the first one came from prefill."""
+        """Tokens drawn here by steps: the first one came from prefill."""
         return max(0, self.length - self.prompt_tokens - 1)
 
     def left_s(self, now_s: float) -> float | None:

@@ -5,13 +5,14 @@ socket who        what flows
 ====== ========== =================================================================
 ROUTER gateways   DecodeJob, CancelJob
 ROUTER prefill    PrefillDone
-DEALER gateways   DecodeGranted, TokenBatch (one per step and gateway), JobFailed
+DEALER gateways   DecodeGranted, TokenBatch (one per step and gateway), JobFailed; FirstToken of prompts computed here
 DEALER messenger  Acquire with a landing, Grow, Seal, Release
 DEALER conductor  membership
 ====== ========== =================================================================
 
 Each job waits for its KV in a task of its own. One task steps the batch: while the engine thread computes a step, the
-tokens of the step before are sent, blocks are sealed and growth is asked for.
+tokens of the step before are sent, blocks are sealed and growth is asked for. Before each step it computes a chunk of a
+prompt that was placed here as a whole, where there is one (see inline_prompts.py).
 """
 
 import asyncio
@@ -23,9 +24,12 @@ from typing import Final
 import structlog
 
 from mooncake_mesh.config import DecodeConfig
+from mooncake_mesh.decode.acquiring import blocks_request
 from mooncake_mesh.decode.core import DecodeCore
+from mooncake_mesh.decode.inline_prompts import InlinePrompts, PromptEnd
 from mooncake_mesh.decode.sequences import DecodeSequence, NewToken, QueueFull
-from mooncake_mesh.engine.api import DecodeSlot, Drawn, Engine, SampleRequest
+from mooncake_mesh.decode.slots import DecodeSlots
+from mooncake_mesh.engine.api import Drawn, Engine
 from mooncake_mesh.errors import (
     Aborted,
     DecodeRefused,
@@ -39,13 +43,20 @@ from mooncake_mesh.errors import (
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.rpc import Caller, Handler
 from mooncake_mesh.mesh.runtime import Lifecycle
-from mooncake_mesh.policy.stopping import banned_tokens
 from mooncake_mesh.worker.station import Station
 from mooncake_proto.control import Load, Ok, Role
 from mooncake_proto.ids import JobId
-from mooncake_proto.serving import CancelJob, DecodeGranted, DecodeJob, PrefillDone, TokenBatch, TokenEntry
+from mooncake_proto.serving import (
+    CancelJob,
+    DecodeGranted,
+    DecodeJob,
+    FirstToken,
+    PrefillDone,
+    TokenBatch,
+    TokenEntry,
+)
 from mooncake_proto.shapes import TOKEN_BYTES
-from mooncake_proto.transfer import Acquire, Acquired, Grow, Grown, Seal
+from mooncake_proto.transfer import Acquired, Grow, Grown, Seal
 
 log = structlog.get_logger(__name__)
 
@@ -75,13 +86,14 @@ class DecodeService:
         self._changed = Bell()
         self._over = Bell()
         self._stepping: frozenset[JobId] = frozenset()
-        self._slots: dict[JobId, DecodeSlot] = {}
+        self._slots = DecodeSlots()
         self._step_s = 0.0
 
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serve until *lifecycle* says stop; then finish what was accepted."""
         self._engine: Engine = await self._station.load_engine()
         self._layout = self._engine.spec.layout
+        self._prompts = InlinePrompts(self._station, self._engine)
         handlers: dict[type, Handler] = {
             DecodeJob: self._submit,
             PrefillDone: self._prefill_done,
@@ -105,13 +117,14 @@ class DecodeService:
             steps=self._core.steps,
             max_batch=self._core.max_batch,
             recent_steps=self._core.recent_steps(),
+            queued_prompts=self._prompts.waiting(),
         )
 
     # --- jobs in ------------------------------------------------------------------------------------------------------
 
     async def _submit(self, job: DecodeJob, _: Caller) -> Ok:
         self._station.check_placement(job.incarnation)
-        self._check_length(job)
+        self._check(job)
         await self._station.peers.reach(job.stream_endpoint)
         self._station.early_cancels.check(job.job_id)
         sequence = self._core.submit(job, monotonic())
@@ -122,11 +135,13 @@ class DecodeService:
             asyncio.get_running_loop().call_later(job.first_token_within_s, self._open_gates)
         return Ok()
 
-    def _check_length(self, job: DecodeJob) -> None:
+    def _check(self, job: DecodeJob) -> None:
         length = len(job.tokens) // TOKEN_BYTES + job.stopping.max_new_tokens - job.drawn_tokens
         longest = self._engine.spec.max_context_tokens
         if length > longest:
             raise InvalidRequest(f"{length} tokens exceed the context of {longest}", param="stopping.max_new_tokens")
+        if job.inline_prefill is not None and job.inline_prefill.chunk_tokens % self._layout.block_tokens:
+            raise InvalidRequest("chunks must be whole blocks", param="inline_prefill.chunk_tokens")
 
     def _prefill_done(self, done: PrefillDone, _: Caller) -> None:
         self._core.first_token(done.job_id, done.token)
@@ -142,7 +157,7 @@ class DecodeService:
             self._stop(sequence, DecodeRefused(refused.reason, retry_after_s=refused.retry_after_s))
 
     async def _receive(self, sequence: DecodeSequence) -> None:
-        """Reserve the blocks, wait for the KV, then let the sequence into the batch."""
+        """Reserve the blocks, wait for the KV, then let the sequence into the batch, or its prompt be computed."""
         try:
             acquired = await self._acquire(sequence)
         except MooncakeError as error:
@@ -150,6 +165,10 @@ class DecodeService:
             return
         if sequence.stop is not None:
             await self._give_up(sequence, sequence.stop)
+            return
+        if sequence.job.inline_prefill is not None:
+            self._prompts.add(sequence, acquired.blocks, acquired.cached_blocks)
+            self._changed.ring()
             return
         if acquired.landed is not None:
             log.info(
@@ -165,23 +184,11 @@ class DecodeService:
         self._changed.ring()
 
     async def _acquire(self, sequence: DecodeSequence) -> Acquired:
-        """Blocks with the prompt's KV in them, and room for the first token."""
+        """Blocks with the prompt's KV in them, as far as it is not computed here, and room for the first token."""
         if sequence.stop is not None:  # it came before this task's first turn
             raise sequence.stop
-        job = sequence.job
-        request = Acquire(
-            job_id=job.job_id,
-            instance_id=self._station.me.instance_id,
-            incarnation=self._station.me.incarnation,
-            keys=job.keys,
-            n_blocks=self._layout.blocks_for(sequence.prompt_tokens + 1),
-            max_cached_blocks=sequence.sealed_blocks,
-            landing=job.transfer_id,
-            landing_blocks=self._layout.blocks_for(sequence.prompt_tokens),
-            landing_layers=self._layout.layers,
-            tenant=job.tenant,
-        )
-        async with self._station.waits.interruptible(job.job_id):
+        request = blocks_request(sequence, self._layout, self._station.me)
+        async with self._station.waits.interruptible(sequence.job.job_id):
             return await self._station.messenger.call(request, Acquired, timeout_s=self._left_s(sequence))
 
     # --- stopping -----------------------------------------------------------------------------------------------------
@@ -202,8 +209,8 @@ class DecodeService:
         if sequence.stop is not None or sequence.is_over:
             return
         sequence.stop = why
-        if not sequence.is_landed:  # its own task waits for its KV, or for room
-            self._station.waits.interrupt(sequence.job.job_id)
+        if not sequence.is_landed and not self._prompts.drop(sequence):
+            self._station.waits.interrupt(sequence.job.job_id)  # its own task waits for its KV, or for room
         elif sequence.job.job_id not in self._stepping:
             self._tasks.create_task(self._give_up(sequence, why))
 
@@ -223,9 +230,9 @@ class DecodeService:
         await self._close(sequence)
 
     async def _close(self, sequence: DecodeSequence) -> None:
-        await self._station.release(sequence.job.job_id)
+        await self._station.release(sequence.arena_job)
         self._core.forget(sequence)
-        self._slots.pop(sequence.job.job_id, None)
+        self._slots.forget(sequence.job.job_id)
         self._over.ring()
         self._changed.ring()
 
@@ -237,14 +244,19 @@ class DecodeService:
     async def _step_forever(self) -> None:
         news: list[tuple[NewToken, Drawn]] = []
         while True:
+            if self._prompts.is_due:
+                await self._compute_chunk(news)
+                news = []
             self._open_gates()
             batch = self._core.plan_step()
             if not batch:
                 self._settle(news)
                 news = []
                 batch = await self._changed.until(self._next_batch)
+                if not batch:
+                    continue
             self._stepping = frozenset(sequence.job.job_id for sequence in batch)
-            slots = [self._slot(sequence) for sequence in batch]
+            slots = [self._slots.next(sequence) for sequence in batch]
             tokens = sum(sequence.length for sequence in batch)
             started_s = monotonic()
             step = self._station.on_engine_thread(self._engine.decode, slots)
@@ -256,12 +268,42 @@ class DecodeService:
             self._note_step(elapsed_s)
 
     def _next_batch(self) -> list[DecodeSequence] | None:
-        """For an idle instance: sequences that are all stalled ask again for room whenever something has changed."""
+        """For an idle instance: sequences that are all stalled ask again for room whenever something has changed.
+
+        Nobody in the batch means that a prompt is to be computed.
+        """
         self._open_gates()
         batch = self._core.plan_step()
         if not batch:
             self._ask_growth()
-        return batch or None
+        return batch if batch or self._prompts.is_due else None
+
+    async def _compute_chunk(self, news: Sequence[tuple[NewToken, Drawn]]) -> None:
+        """A chunk of a prompt, while what the step before has brought goes out."""
+        forward = self._prompts.start()
+        await asyncio.sleep(0)
+        self._settle(news)
+        end = await self._prompts.finish(forward)
+        if end is not None:
+            self._prompt_over(end)
+
+    def _prompt_over(self, end: PromptEnd) -> None:
+        """Tell the gateway the first token, and let the sequence into the next batch."""
+        prompt, sequence, drawn = end.prompt, end.prompt.sequence, end.result
+        if isinstance(drawn, MooncakeError):
+            self._tasks.create_task(self._give_up(sequence, drawn))
+            return
+        log.info(
+            "prompt_computed",
+            job_id=sequence.job.job_id,
+            prompt_tokens=sequence.prompt_tokens,
+            cached_tokens=prompt.cached_tokens,
+            chunk_tokens=prompt.chunk_tokens,
+        )
+        finish = self._core.prefilled(sequence, prompt.blocks, drawn.token)
+        self._post(sequence.job.stream_endpoint, prompt.first_token(drawn, finish, monotonic()))
+        if finish is not None:
+            self._tasks.create_task(self._close(sequence))
 
     async def _finish_step(
         self, batch: Sequence[DecodeSequence], step: "asyncio.Future[list[Drawn]]"
@@ -283,21 +325,6 @@ class DecodeService:
         by_sequence = {id(sequence): one for sequence, one in zip(batch, drawn, strict=True)}
         news = self._core.step_finished(batch, [one.token for one in drawn])
         return [(new, by_sequence[id(new.sequence)]) for new in news]
-
-    def _slot(self, sequence: DecodeSequence) -> DecodeSlot:
-        """The sequence's slot, brought up to its next step. One object for each job: this runs between all steps."""
-        job = sequence.job
-        slot = self._slots.get(job.job_id)
-        if slot is None:
-            sample = SampleRequest(sampling=job.sampling, position=0, history=sequence.tokens)
-            slot = DecodeSlot(sequence=job.job_id, token=0, position=0, blocks=sequence.blocks, sample=sample)
-            self._slots[job.job_id] = slot
-        slot.position = sequence.position
-        slot.token = int(sequence.tokens[sequence.position])
-        slot.sample.position = sequence.drawn
-        slot.sample.history = sequence.tokens[: sequence.length]
-        slot.sample.banned = banned_tokens(sequence.drawn, job.stopping)
-        return slot
 
     def _settle(self, news: Sequence[tuple[NewToken, Drawn]]) -> None:
         """Everything a finished step leads to; runs while the next one computes."""
@@ -323,7 +350,7 @@ class DecodeService:
     def _send(self, endpoint: str, entries: Sequence[TokenEntry]) -> None:
         self._post(endpoint, TokenBatch(instance_id=self._station.me.instance_id, entries=tuple(entries)))
 
-    def _post(self, endpoint: str, word: DecodeGranted | TokenBatch) -> None:
+    def _post(self, endpoint: str, word: DecodeGranted | FirstToken | TokenBatch) -> None:
         try:
             self._station.peers.get(endpoint).post(word)
         except PeerUnreachable:
@@ -333,22 +360,26 @@ class DecodeService:
         whole = self._core.whole_blocks(sequence)
         if whole is None:
             return
-        seal = Seal(job_id=sequence.job.job_id, first_block=whole.first_block, keys=b"".join(whole.keys))
+        seal = Seal(job_id=sequence.arena_job, first_block=whole.first_block, keys=b"".join(whole.keys))
         try:
             self._station.messenger.post(seal)
         except PeerUnreachable:  # sharing is for others; a lost messenger ends this job by another way
             log.debug("seal_undelivered", job_id=sequence.job.job_id)
 
     async def _grow(self, wanted: dict[JobId, int]) -> None:
+        sequences = [(self._core.get(job_id), n_blocks) for job_id, n_blocks in wanted.items()]
+        asking = [(sequence, n_blocks) for sequence, n_blocks in sequences if sequence is not None]
         try:
-            request = Grow(wanted={str(job_id): blocks for job_id, blocks in wanted.items()})
+            request = Grow(wanted={str(sequence.arena_job): n_blocks for sequence, n_blocks in asking})
             got = (await self._station.messenger.call(request, Grown, timeout_s=_CALL_TIMEOUT_S)).blocks
         except MooncakeError as error:
             log.warning("growth_failed", jobs=len(wanted), code=error.code)
             got = {}
-        for job_id in wanted:
-            sequence = self._core.get(job_id)
-            victim = None if sequence is None else self._core.grown(sequence, got.get(job_id, ()))
+        for sequence, _ in asking:
+            job_id = sequence.job.job_id
+            if self._core.get(job_id) is not sequence:
+                continue  # it ended meanwhile, and its blocks with it
+            victim = self._core.grown(sequence, got.get(sequence.arena_job, ()))
             if victim is not None:
                 log.info("job_preempted", job_id=victim.job.job_id, for_job=job_id)
                 self._stop(victim, NoFreeBlocks("preempted: the KVCache pool of the node is full"))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mooncake_proto.control import ModelCard, StatusReport
+from mooncake_proto.decisions import DecisionsReport
 from mooncake_proto.ids import RequestId
 from mooncake_proto.serving import FinishReason, Sampling, Stopping, TokenLogprob
 
@@ -72,3 +73,6 @@ class Mesh(Protocol):
 
     async def report(self) -> StatusReport | None:
         """What the conductor knows; None while it does not answer."""
+
+    async def decisions(self, *, after: int) -> DecisionsReport | None:
+        """What the conductor decided after number *after*; None while it does not answer."""

@@ -214,7 +214,10 @@ class RequestCore:
             gate=gate,
             elapsed_s=now_s - self._started_s,
         )
-        self._jobs_at = (placement.prefill,) if is_single else (placement.prefill, placement.decode)
+        if placement.inline_chunk_tokens is not None:
+            self._jobs_at = (placement.decode,)
+        else:
+            self._jobs_at = (placement.prefill,) if is_single else (placement.prefill, placement.decode)
         return [start]
 
     def _not_placed(self, error: MooncakeError) -> list[RequestCommand]:
@@ -285,7 +288,7 @@ class RequestCore:
         placement = self.placement
         if placement is None or self.stage is RequestStage.PLACING:
             return []
-        lost_decode = instance_id == placement.decode.instance_id and len(self._jobs_at) > 1
+        lost_decode = instance_id == placement.decode.instance_id and placement.decode in self._jobs_at
         # The first token says nothing about the KV; the first token that was decoded says that all of it has landed.
         lost_prefill = instance_id == placement.prefill.instance_id and not self._has_decoded
         if not lost_decode and not lost_prefill:

@@ -18,8 +18,9 @@ from mooncake_mesh.mesh.log_allowance import LogAllowance
 
 log = structlog.get_logger(__name__)
 
-PUBLIC_PATHS: Final = frozenset({"/health", "/ping", "/ready"})
-"""The questions after the gateway's health. Everything else needs a key, also what does not exist."""
+PUBLIC_PATHS: Final = frozenset({"/health", "/ping", "/ready", "/", "/page/style.css", "/page/page.js"})
+"""The questions after the gateway's health, and the page's files, which say nothing of the mesh: a browser cannot send
+a key with the first request. Everything else needs a key, also what does not exist."""
 
 NO_TENANT: Final = ""
 """Whose the requests are where no API keys are asked for."""
@@ -43,6 +44,10 @@ class Doorkeeper:
             self._state = api_keys.state_of(file)
             self._keys = api_keys.read(file)
             log.info("api_keys_required", keys=len(self._keys.keys), file=str(file))
+
+    @property
+    def asks_for_keys(self) -> bool:
+        return self._file is not None
 
     def admit(self, shown: str) -> str:
         """The tenant of the key *shown*. Raises InvalidApiKey."""

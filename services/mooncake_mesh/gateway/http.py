@@ -9,8 +9,10 @@
     GET  /health  /ping                          200 while the process lives
     GET  /ready                                  200 while a request could be served, else 503 with the reasons
     GET  /metrics  /version
+    GET  /                                       the page, see gateway/page
 
-Where API keys are asked for (docs/security.md) only ``/health``, ``/ping`` and ``/ready`` answer without one.
+Where API keys are asked for (docs/security.md) only ``/health``, ``/ping``, ``/ready`` and the page's static files
+answer without one.
 
 A client's ``x-request-id`` is a label: it is sent back, and nothing else depends on it. A failure after the first byte
 of a stream is an event with the error body, then ``[DONE]``.
@@ -54,6 +56,7 @@ from mooncake_mesh.gateway.mesh_metrics import mesh_metrics
 from mooncake_mesh.gateway.metrics import DoorMetrics
 from mooncake_mesh.gateway.openai_errors import MethodNotAllowed, UnknownPath, problem_of
 from mooncake_mesh.gateway.openai_responses import Json
+from mooncake_mesh.gateway.page import page_routes
 from mooncake_mesh.gateway.preparation import ServedModel
 from mooncake_mesh.gateway.standing import standing_of
 from mooncake_mesh.gateway.token_requests import detokenize, tokenize
@@ -96,6 +99,7 @@ def create_app(
         Route("/ready", side.ready),
         Route("/metrics", side.metrics),
         Route("/version", side.version),
+        *page_routes(mesh, doorkeeper),
     ]
     return Starlette(
         routes=routes,

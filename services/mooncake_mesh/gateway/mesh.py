@@ -10,7 +10,7 @@ import enum
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Final
+from typing import Final, TypeVar
 
 import structlog
 
@@ -47,6 +47,7 @@ from mooncake_proto.control import (
     StatusQuery,
     StatusReport,
 )
+from mooncake_proto.decisions import DecisionsQuery, DecisionsReport
 from mooncake_proto.ids import JobId, RequestId
 from mooncake_proto.serving import (
     CancelJob,
@@ -62,6 +63,8 @@ from mooncake_proto.serving import (
 )
 
 log = structlog.get_logger(__name__)
+
+_Report = TypeVar("_Report", StatusReport, DecisionsReport)
 
 _SCHEDULE_TIMEOUT_S: Final = 5.0
 _START_TIMEOUT_S: Final = 5.0
@@ -156,8 +159,14 @@ class MeshClient:
             account.satisfied()
 
     async def report(self) -> StatusReport | None:
+        return await self._told(StatusQuery(), StatusReport)
+
+    async def decisions(self, *, after: int) -> DecisionsReport | None:
+        return await self._told(DecisionsQuery(after=after), DecisionsReport)
+
+    async def _told(self, query: object, expect: type[_Report]) -> _Report | None:
         try:
-            return await self._conductor.call(StatusQuery(), StatusReport, timeout_s=_REPORT_TIMEOUT_S)
+            return await self._conductor.call(query, expect, timeout_s=_REPORT_TIMEOUT_S)
         except MooncakeError as error:
             log.info("conductor_silent", code=error.code)
             return None
@@ -266,9 +275,10 @@ class MeshClient:
 
     async def _start(self, running: _Running, command: StartJobs) -> None:
         """Send both jobs at once; neither waits for the other."""
-        job_id, placement = command.prefill.job_id, command.placement
+        job_id, placement = command.placement.job_id, command.placement
         async with asyncio.TaskGroup() as calls:
-            calls.create_task(self._submit(running, placement.prefill, command.prefill, job_id))
+            if command.prefill is not None:
+                calls.create_task(self._submit(running, placement.prefill, command.prefill, job_id))
             if command.decode is not None:
                 calls.create_task(self._submit(running, placement.decode, command.decode, job_id))
         self._feed(running, JobsAccepted(job_id=job_id))

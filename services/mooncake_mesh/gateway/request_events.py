@@ -88,10 +88,10 @@ class AskPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartJobs:
-    """``decode`` is None when one token is all that is wanted."""
+    """``decode`` is None when one token is all that is wanted, ``prefill`` when the decode instance does it all."""
 
     placement: Placement
-    prefill: PrefillJob
+    prefill: PrefillJob | None
     decode: DecodeJob | None
 
 

@@ -17,6 +17,9 @@ class Placed:
     The last ``read_blocks`` of the prefix that is used are to be read from the SSD of ``read_node``, the prefill node
     or the one copied from. ``read_limit_blocks``, where it is not None, is how far the prefill node's prefix is worth
     having at all: what its SSD holds beyond that costs more time to read than it saves.
+
+    With ``inline_chunk_tokens`` the decode instance, which ``prefill`` names too then, computes the prompt: so many
+    tokens of it before each step at most.
     """
 
     prefill: InstanceId
@@ -29,6 +32,7 @@ class Placed:
     read_node: NodeId | None = None
     read_blocks: int = 0
     read_limit_blocks: int | None = None
+    inline_chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Where a request runs: the pair of instances, where its cached prefix comes from, or why it is not let in.
 
 The prefill instance is chosen by one of the policies of :mod:`~mooncake_mesh.policy.prefill_choice`; decoding goes to
-the instance with the shortest expected step; :mod:`~mooncake_mesh.policy.admission` has the last word.
+the instance with the shortest expected step, or both to one decode instance where
+:mod:`~mooncake_mesh.policy.hybrid` says so; :mod:`~mooncake_mesh.policy.admission` has the last word.
 
 Pure functions of snapshots: no clock, no randomness, ties break on ids, and nothing depends on the order of a view.
 """
@@ -10,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind
+from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, PlacementKind
 from mooncake_mesh.policy.admission import Admission, admission_refusal
 from mooncake_mesh.policy.cost_model import CostModel, instance_step_s
 from mooncake_mesh.policy.decisions import Placed, Refused, contended, unavailable
+from mooncake_mesh.policy.hybrid import inline_choice
 from mooncake_mesh.policy.prefill_choice import PREFILL_POLICIES, Estimates
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
 from mooncake_proto.ids import InstanceId
@@ -35,6 +37,7 @@ class Scheduling:
     threshold: float = 2.0
     replication_share: float = 0.0
     admission: Admission = field(default_factory=Admission)
+    hybrid_decode: HybridDecodeKind = HybridDecodeKind.OFF
 
 
 DEFAULT_SCHEDULING: Final = Scheduling()
@@ -57,8 +60,15 @@ def place(
     if isinstance(decode, Refused):
         return decode
     choose = PREFILL_POLICIES[scheduling.placement]
-    first = choose(request, prefill, cluster, Estimates(request, cluster, cost), scheduling.threshold)
+    estimates = Estimates(request, cluster, cost)
+    first = choose(request, prefill, cluster, estimates, scheduling.threshold)
     tbt_s, decode_id = _quickest(request, decode, cost)
+    inline = None
+    if scheduling.hybrid_decode is HybridDecodeKind.AUTO:
+        inline = inline_choice(request, decode, cluster, estimates, cost, objectives, sooner_than_s=first.ttft_s)
+    if inline is not None:
+        first, decode_id = inline.prompt, inline.prompt.instance.instance_id
+        tbt_s = instance_step_s(inline.prompt.instance, cost, request.prompt_tokens)
     placed = Placed(
         prefill=first.instance.instance_id,
         decode=decode_id,
@@ -70,6 +80,7 @@ def place(
         read_node=first.read_node,
         read_blocks=first.read_blocks,
         read_limit_blocks=first.read_limit_blocks,
+        inline_chunk_tokens=None if inline is None else inline.chunk_tokens,
     )
     return admission_refusal(request, placed, cluster, cost, objectives, scheduling.admission) or placed
 

@@ -31,7 +31,7 @@ class InstanceView:
     Decode: running jobs are in the batch, waiting ones have their KV still to come; ``sequences`` are the (tokens,
     decoded tokens) of the running ones, ``step_s`` is how long a step takes of late, and ``kv_limit_tokens`` how much
     KV it can run within the TBT objective, 0 for no limit but its blocks; ``max_batch`` sequences fit a step, 0 if
-    that is not known.
+    that is not known. The prompts that it computes itself are by ``busy_until_s``, its steps not counted.
     ``blocks_available`` can be had for a new job: free, or cached and unreferenced. ``factor`` is by how much the
     instance is slower than the cost model says, as observed.
     """

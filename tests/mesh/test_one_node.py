@@ -1,0 +1,35 @@
+"""Prefill and decode on one node: both have blocks of a request in the same arena."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.mesh import clients
+from tests.mesh.harness import Mesh
+
+pytestmark = pytest.mark.mesh
+
+PROMPT = "both of its jobs ask the same messenger for blocks, and the KV goes from one to the other"
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    with Mesh(prefill_nodes=(0,), decode_nodes=(0,)) as mesh:
+        yield mesh
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 40])
+def test_the_answer_is_the_same(mesh: Mesh, n_tokens: int) -> None:
+    assert clients.complete(mesh.http, PROMPT, n_tokens) == clients.expected_text(PROMPT, n_tokens)
+
+
+def test_what_was_computed_and_decoded_is_found_again(mesh: Mesh) -> None:
+    text = clients.complete(mesh.http, PROMPT, 40)
+    got = clients.post(mesh.http, "/v1/completions", clients.completion_fields(PROMPT + text + " and on", 5))
+    assert got.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > len(PROMPT)
+
+
+def test_nothing_is_held_afterwards(mesh: Mesh) -> None:
+    for number in range(5):
+        clients.complete(mesh.http, f"{number} {PROMPT}", 30)
+    mesh.wait_idle()
