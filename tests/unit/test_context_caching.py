@@ -86,6 +86,14 @@ def test_a_message_stands_for_the_cached_ones(tmp_path: Path) -> None:
     play(scene, tmp_path)
 
 
+def test_tokens_are_told_beforehand(tmp_path: Path) -> None:
+    async def scene(site: Site) -> None:
+        answer = await site.call("POST", "/tokenizers/estimate-token-count", {"messages": [SYSTEM]})
+        assert answer.json() == {"data": {"total_tokens": SHARED + len("assistant\n")}}
+
+    play(scene, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "param"),
     [

@@ -6,6 +6,7 @@
     GET  /v1/models  /v1/models/NAME             what is served now
     …    /v1/caching                             context caches, see gateway/caching_door.py
     POST /tokenize  /detokenize                  the model's tokenizer
+    POST /v1/tokenizers/estimate-token-count     how many tokens a chat has
     GET  /health  /ping                          200 while the process lives
     GET  /ready                                  200 while a request could be served, else 503 with the reasons
     GET  /metrics  /version
@@ -59,7 +60,7 @@ from mooncake_mesh.gateway.openai_responses import Json
 from mooncake_mesh.gateway.page import page_routes
 from mooncake_mesh.gateway.preparation import ServedModel
 from mooncake_mesh.gateway.standing import standing_of
-from mooncake_mesh.gateway.token_requests import detokenize, tokenize
+from mooncake_mesh.gateway.token_requests import detokenize, estimate_tokens, tokenize
 from mooncake_proto.client import Operation
 
 log = structlog.get_logger()
@@ -94,6 +95,7 @@ def create_app(
         Route("/v1/models/{name:path}", side.model),
         Route("/tokenize", side.tokenize, methods=["POST"]),
         Route("/detokenize", side.detokenize, methods=["POST"]),
+        Route("/v1/tokenizers/estimate-token-count", side.estimate_tokens, methods=["POST"]),
         Route("/health", side.health),
         Route("/ping", side.health),
         Route("/ready", side.ready),
@@ -246,6 +248,9 @@ class _SideDoors:
 
     async def tokenize(self, request: Request) -> Response:
         return json_response(await tokenize(self._completions.preparation, await self._body(request)))
+
+    async def estimate_tokens(self, request: Request) -> Response:
+        return json_response(await estimate_tokens(self._completions.preparation, await self._body(request)))
 
     async def detokenize(self, request: Request) -> Response:
         return json_response(await detokenize(self._completions.preparation, await self._body(request)))

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, with vLLM's field names."""
+"""``/tokenize`` and ``/detokenize``, with vLLM's field names; and Kimi's estimate of a chat's tokens, here exact."""
 
 from mooncake_mesh.errors import InvalidRequest
 from mooncake_mesh.gateway.json_fields import Fields
@@ -22,6 +22,14 @@ async def tokenize(preparation: Preparation, body: bytes) -> Json:
         special = SpecialTokens.KEEP if keep else SpecialTokens.ADD
         tokens = await preparation.encode(model.tokenizer, prompt, special)
     return {"count": len(tokens), "max_model_len": model.max_context_tokens, "tokens": tokens}
+
+
+async def estimate_tokens(preparation: Preparation, body: bytes) -> Json:
+    """How many tokens a chat's prompt has. Raises InvalidRequest or Rejected."""
+    fields = await preparation.parse(body, Fields)
+    model = _model(preparation, fields)
+    tokens = await preparation.encode_chat(model.tokenizer, parse_messages(fields))
+    return {"data": {"total_tokens": len(tokens)}}
 
 
 async def detokenize(preparation: Preparation, body: bytes) -> Json:
