@@ -31,9 +31,12 @@ class Pool:
         self.pinned = list(pinned)
         self.asked: list[tuple[str, bytes, str, float]] = []
         self.was_unpinned = asyncio.Event()
+        self.gate = asyncio.Event()
+        self.gate.set()
 
     async def pin(self, pin_id: str, prefix: bytes, *, model: str, tenant: str, keep_s: float) -> PinState | None:
         self.asked.append((pin_id, prefix, tenant, keep_s))
+        await self.gate.wait()
         n_pinned = self.pinned.pop(0) if len(self.pinned) > 1 else self.pinned[0]
         return None if n_pinned is None else PinState(n_blocks=2, n_pinned=n_pinned)
 
@@ -164,6 +167,23 @@ def test_while_nobody_serves_the_model_nothing_happens() -> None:
         assert bench.mesh.requests == []
 
     play(says("a"), Pool(None), scene)
+
+
+def test_deleted_while_it_was_pinned_it_is_unpinned() -> None:
+    async def scene(bench: Bench) -> None:
+        await bench.until(CacheStatus.READY)
+        bench.pool.gate.clear()
+        n_asked = len(bench.pool.asked)
+        while len(bench.pool.asked) == n_asked:
+            bench.keeper.look()
+            await asyncio.sleep(0)
+        bench.keeper.forget(ID)
+        await bench.pool.was_unpinned.wait()
+        bench.pool.was_unpinned.clear()
+        bench.pool.gate.set()
+        await bench.pool.was_unpinned.wait()
+
+    play(says("a"), Pool(2), scene)
 
 
 def test_deleted_while_it_was_filled_it_is_unpinned() -> None:

@@ -60,6 +60,7 @@ class CacheKeeper:
         self._filling: dict[str, asyncio.Task[None]] = {}
         self._prefixes: dict[str, bytes] = {}
         self._trouble: dict[str, _Trouble] = {}
+        self._deleted: set[str] = set()  # since the last look, or while they were filled
 
     def look(self) -> None:
         """Something is new: look at once instead of in a while."""
@@ -67,6 +68,7 @@ class CacheKeeper:
 
     def forget(self, cache_id: str) -> None:
         """The cache is deleted: nothing is kept for it any more."""
+        self._deleted.add(cache_id)
         self._tasks.create_task(self._pins.unpin(cache_id))
 
     async def run(self) -> None:
@@ -96,6 +98,7 @@ class CacheKeeper:
     async def _look(self) -> None:
         now_s = time.time()
         await self._caches.store(SqliteCacheStore.purge, now_s - KEPT_AFTER_EXPIRY_S)
+        self._deleted &= self._filling.keys()
         kept = {cache.id: cache for cache in await self._caches.store(SqliteCacheStore.kept, now_s)}
         for table in (self._prefixes, self._trouble):
             for cache_id in table.keys() - kept.keys():
@@ -122,7 +125,11 @@ class CacheKeeper:
         keep_s = cache.expires_at - time.time()
         if prefix is None or keep_s <= 0:
             return None
-        return await self._pins.pin(cache.id, prefix, model=cache.model, tenant=cache.tenant, keep_s=keep_s)
+        state = await self._pins.pin(cache.id, prefix, model=cache.model, tenant=cache.tenant, keep_s=keep_s)
+        if cache.id in self._deleted:  # meanwhile
+            await self._pins.unpin(cache.id)
+            return None
+        return state
 
     async def _prefix(self, cache: KeptCache) -> bytes | None:
         if cache.id not in self._prefixes:
