@@ -105,6 +105,23 @@ def test_memory_in_use_cannot_be_unmapped(run: Run[None], path: Path) -> None:
 
 
 @on_both_loops
+def test_slices_that_only_garbage_holds_are_no_use_of_it(run: Run[None], path: Path) -> None:
+    async def scenario() -> None:
+        async with served(path, []):
+            borrowed = await borrow_to_write(str(path), ME)
+            gc.disable()
+            try:
+                cycle: list[object] = [borrowed.arena.view[:8]]
+                cycle.append(cycle)
+                del cycle
+                borrowed.close()
+            finally:
+                gc.enable()
+
+    run(scenario())
+
+
+@on_both_loops
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_death_of_a_holder_is_seen_and_its_stall_is_not(run: Run[None], path: Path, number: signal.Signals) -> None:
     async def scenario() -> None:

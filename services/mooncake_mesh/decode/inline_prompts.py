@@ -125,6 +125,8 @@ class InlinePrompts:
         except Exception as error:  # the failure of one job is reported, and the next one is computed
             log.error("engine_failed", job_id=prompt.sequence.job.job_id, exc_info=error)
             failure = InternalError(f"prefill failed: {type(error).__name__}")
+        finally:
+            del forward  # its error's traceback would hold this frame, and that the error, and so the arena's pages
         self._is_computing = False
         failure = prompt.sequence.stop or failure or self._advance(prompt)
         if failure is None and drawn is None:

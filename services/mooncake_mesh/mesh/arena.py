@@ -8,6 +8,7 @@ it can write no more. A process that is merely stalled keeps its connection and 
 """
 
 import asyncio
+import gc
 import mmap
 import os
 import socket
@@ -141,8 +142,13 @@ class BorrowedArena:
         self.lost.set()
 
     def close(self) -> None:
-        """Unmap and tell the owner. Raises BufferError while slices of the view are alive."""
-        self.arena.close()
+        """Unmap and tell the owner. Raises BufferError while slices of the view are in use."""
+        try:
+            self.arena.close()
+        except BufferError:
+            # An error that an engine raised may be in a cycle with the frames it came through, and their slices.
+            gc.collect()
+            self.arena.close()
         asyncio.get_running_loop().remove_reader(self._connection)
         self._connection.close()
 
