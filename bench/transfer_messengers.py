@@ -105,12 +105,20 @@ async def _attached(a: Node, b: Node, block_bytes: int) -> tuple[Node, Node]:
 
 
 async def _measure_start(question: Question, folder: Path) -> Answer:
-    async def work(call: int) -> None:
-        node = Node(f"start{call}", folder, "auto", question.size_bytes)
-        await node.attach(_START_BLOCK_BYTES)
-        node.close()
+    started: list[Node] = []
 
-    return await timed_async(question, work)
+    async def close_last(_: int) -> None:
+        while started:
+            started.pop().close()
+
+    async def work(call: int) -> None:
+        started.append(Node(f"start{call}", folder, "auto", question.size_bytes))
+        await started[-1].attach(_START_BLOCK_BYTES)
+
+    try:
+        return await timed_async(question, work, close_last)  # its end is no part of a start
+    finally:
+        await close_last(0)
 
 
 async def _measure_map(question: Question, folder: Path) -> Answer:
