@@ -170,6 +170,33 @@ def test_a_refused_member_tries_again(run: Run[None]) -> None:
     run(scenario())
 
 
+def test_who_has_left_does_not_come_back(run: Run[None]) -> None:
+    """A beat that was under way is answered by a conductor that has just heard the goodbye."""
+
+    async def scenario() -> None:
+        heard: list[ClusterState] = []
+        publisher = Publisher(ANY_PORT)
+        conductor = Conductor(publish=publisher.endpoint)
+        state = ClusterState(conductor=conductor.life, revision=1, members=())
+
+        def hears() -> bool:
+            publisher.publish(codec.encode(state))
+            return state in heard
+
+        async with conductor.serve() as server, RpcClient(server.endpoint) as client:
+            membership = Membership(client, ME, Load, on_cluster=heard.append)
+            async with running(membership):
+                await until(lambda: conductor.beats)
+                conductor.knows_me = False
+                await membership.leave()
+                await until(lambda: conductor.goodbyes)
+                await until(hears)  # its requests still run: deaths of their workers matter
+                assert conductor.registered == 1
+        publisher.close()
+
+    run(scenario())
+
+
 def test_leaving_does_not_wait_for_a_conductor_that_is_gone(run: Run[None], tmp_path: object) -> None:
     async def scenario() -> None:
         async with RpcClient(f"ipc://{tmp_path}/nobody") as client:

@@ -54,12 +54,16 @@ class Membership:
         self._states: Channel | None = None
         self._states_endpoint = ""
         self._beat_now = asyncio.Event()
+        self._has_left = False
         self.registered = asyncio.Event()
 
     async def run(self) -> None:
-        """Register and beat until cancelled. A refused registration (incompatible member) is logged and tried again."""
+        """Register and beat until :meth:`leave`, and hear cluster states until cancelled.
+
+        A refused registration (incompatible member) is logged and tried again.
+        """
         try:
-            while True:
+            while not self._has_left:
                 try:
                     registered = await self._register()
                     await self._beat(registered)
@@ -67,6 +71,7 @@ class Membership:
                     log.warning("conductor_unavailable", code=error.code, error=str(error)[:200])
                     self.registered.clear()
                     await asyncio.sleep(_RETRY_S)
+            await asyncio.get_running_loop().create_future()
         finally:
             if self._states is not None:
                 self._states.close()
@@ -76,7 +81,8 @@ class Membership:
         self._beat_now.set()
 
     async def leave(self) -> None:
-        """Say goodbye; a conductor that is gone need not hear it."""
+        """Say goodbye, for good; a conductor that is gone need not hear it."""
+        self._has_left = True
         goodbye = Goodbye(instance_id=self._member.instance_id, incarnation=self._member.incarnation)
         try:
             await self._conductor.send(goodbye, timeout_s=_GOODBYE_TIMEOUT_S)
@@ -109,6 +115,8 @@ class Membership:
                 instance_id=self._member.instance_id, incarnation=self._member.incarnation, load=self._load()
             )
             ack = await self._conductor.call(beat, HeartbeatAck, timeout_s=_CALL_TIMEOUT_S)
+            if self._has_left:
+                return
             if not ack.known or ack.conductor != registered.conductor:
                 log.info("registering_again", conductor=ack.conductor)
                 self.registered.clear()
