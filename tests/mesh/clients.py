@@ -140,6 +140,8 @@ class Stream:
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _is_over: bool = False
     _connection: http.client.HTTPConnection | None = None
+    _plug: socket.socket | None = None
+    _has_left: bool = False
     _thread: threading.Thread | None = None
 
     def __enter__(self) -> "Stream":
@@ -152,10 +154,13 @@ class Stream:
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Close the connection, as a client that loses interest or dies."""
-        if self._connection is not None and self._connection.sock is not None:
+        """Close the connection, as a client that loses interest or dies; where there is none yet, none is used."""
+        with self._changed:
+            self._has_left = True
+            plug = self._plug
+        if plug is not None:
             try:
-                self._connection.sock.shutdown(socket.SHUT_RDWR)
+                plug.shutdown(socket.SHUT_RDWR)
             except OSError:
                 self._note(broken="closed before")
         if self._thread is not None:
@@ -191,6 +196,11 @@ class Stream:
         assert connection is not None
         try:
             body = json.dumps(completion_fields(self.prompt, self.max_tokens, stream=True, **self.fields)).encode()
+            connection.connect()
+            with self._changed:
+                if self._has_left:
+                    return
+                self._plug = connection.sock
             connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
             response = connection.getresponse()
             self._note(status=response.status)

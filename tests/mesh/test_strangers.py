@@ -186,7 +186,7 @@ def test_the_sdk_needs_both_a_key_of_the_mesh_and_an_api_key(mesh: KeyedMesh, ke
 def test_without_an_api_key_only_health_answers(mesh: KeyedMesh, keys: Keys) -> None:
     body = json.dumps(clients.completion_fields(PROMPT, 8)).encode()
     paths = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/fake", "/tokenize", "/detokenize")
-    others = ("/metrics", "/version", "/", "/docs", "/openapi.json", "/health/", "/v1/../health", "//health")
+    others = ("/metrics", "/version", "/page/state", "/docs", "/openapi.json", "/health/", "/v1/../health", "//health")
     for path in (*paths, *others):
         for headers in ({}, {"authorization": f"Bearer {keys.api['acme'][:-1]}"}, {"authorization": "Basic Og=="}):
             for method in ("GET", "POST"):
