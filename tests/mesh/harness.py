@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,7 @@ from typing import Any, ClassVar, Final, TypeVar
 
 from mooncake_mesh.cli.up import dies_with
 from mooncake_mesh.mesh.curve import MeshKeys
-from mooncake_proto.control import Health, Member, MemberState, Ping, Pong, StatusQuery, StatusReport
+from mooncake_proto.control import Health, Member, MemberState, Ping, Pong, Role, StatusQuery, StatusReport
 from tests.mesh import clients
 from tests.mesh.clients import NoAnswer
 from tests.mesh.fork_server import Forked, ForkServer
@@ -103,6 +104,7 @@ class Mesh:
         self.folder = Path(tempfile.mkdtemp(prefix="mm-", dir="/tmp"))
         self._flags, self._environ = flags or {}, environ or {}
         self._ready_s = ready_s
+        self._prefill_stages = prefill_stages
         self._fork_server = Mesh.fork_servers.get(engine) if start is Start.FORK else None
         self._children: dict[str, _Child] = {}
         self._used_shm: set[str] = set()
@@ -385,7 +387,7 @@ class Mesh:
             known = {
                 state.member.instance_id: state.member.incarnation
                 for state in report.cluster.members
-                if state.health is Health.ALIVE
+                if state.health is Health.ALIVE and self._has_stages(state)
             }
             wanted = {child.name: self.incarnation(child.name, timeout_s=1.0) for child in running}
             is_ready = clients.get(self.http, "/ready").status == 200
@@ -393,6 +395,15 @@ class Mesh:
             return None
         del wanted["conductor"]
         return report if report.healthy and is_ready and wanted.items() <= known.items() else None
+
+    def _has_stages(self, state: MemberState) -> bool:
+        """Whether a head has told the conductor that its stages are there: it may seem to take work before that."""
+        if state.member.role is not Role.PREFILL or self._prefill_stages == 1:
+            return True
+        joined = self.find_log(state.member.instance_id, "pipeline_joined")
+        if joined is None or not state.takes_work:
+            return False
+        return state.last_beat_s < time.time() - datetime.fromisoformat(joined["timestamp"]).timestamp()
 
     def _note_shm(self, child: _Child) -> None:
         assert child.process is not None
