@@ -19,9 +19,9 @@ from mooncake_mesh.policy.request_class import is_batch
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
 from mooncake_proto.serving import MixedStep
 
-STEP_SHARE: Final = 0.85
-"""Part of the TBT objective that a step with a chunk may take. The rest is for those who join while the prompt is
-computed: its chunks stay as long as they were when it was placed."""
+STEP_SHARE: Final = 0.95
+"""Part of the TBT objective that a step with a chunk may take. The rest is for those whose first step comes later than
+their first token."""
 
 ROOM_SHARE: Final = 0.2
 """Part of the node's blocks that must stay available: those that are decoded grow."""
