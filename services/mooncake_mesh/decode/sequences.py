@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -49,7 +50,7 @@ class DecodeSequence:
     """One job. ``tokens[:length]`` are prompt and drawn tokens; the KV of all but the last one is valid in ``blocks``.
 
     ``drawn`` counts drawn tokens over all jobs of the request. ``filter`` rules what may come next. ``stop`` says
-    why the sequence should end early.
+    why the sequence should end early. ``shown_s`` is when its first token was known and free to be shown.
     """
 
     job: DecodeJob
@@ -66,6 +67,7 @@ class DecodeSequence:
     is_landed: bool = False
     has_first_token: bool = False
     is_growing: bool = False
+    shown_s: float = inf
     filter: TokenFilter | None = None
     stop: MooncakeError | None = None
 
