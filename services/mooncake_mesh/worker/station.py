@@ -19,6 +19,7 @@ from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.worker.engine_thread import EngineThread
+from mooncake_mesh.worker.grammars import Grammars
 from mooncake_mesh.worker.job_waits import EarlyCancels, JobWaits
 from mooncake_proto.control import Load, Member, ModelCard, Ok, Ping, Pong, Role
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, new_incarnation
@@ -38,7 +39,8 @@ WorkerConfig = PrefillConfig | DecodeConfig
 
 
 class Station:
-    """One worker process. ``messenger`` and ``peers`` are for its service to call; all else runs here.
+    """One worker process. ``messenger`` and ``peers`` are for its service to call; all else runs here. ``grammars`` are
+    there once the engine is loaded.
 
     *on_stop(error)* must end every job of the service with that error: the arena is gone, or draining took too long.
     *on_gateway_lost(endpoint)* must stop the jobs whose tokens go there. *is_idle* says that no job is left.
@@ -59,6 +61,7 @@ class Station:
         self.messenger = RpcClient(config.messenger)
         self.peers = Phonebook(on_lost=on_gateway_lost)
         self.waits = JobWaits()
+        self.grammars: Grammars
         self.early_cancels = EarlyCancels()
         self.is_draining = False
         self._config = config
@@ -73,7 +76,9 @@ class Station:
 
     async def load_engine(self, part: StagePart | None = None) -> Engine:
         """Make the engine, or its *part* for a stage, on its own thread, where it will live. Raises ModelError."""
-        return await self.on_engine_thread(make_engine, self._config, part)
+        engine = await self.on_engine_thread(make_engine, self._config, part)
+        self.grammars = Grammars(engine.vocabulary)
+        return engine
 
     @property
     def arena_owner(self) -> Incarnation | None:
@@ -216,4 +221,5 @@ class Station:
         self.peers.close()
         self.messenger.close()
         self._conductor.close()
+        self.grammars.close()
         self._engine_thread.close()
