@@ -154,6 +154,8 @@ def _run_row(row: Sequence[Cell], *, tell: bool) -> list[Outcome]:
                 outcomes[-1] = run_cell(mesh, books, cell, "#" * number)
                 if tell:
                     print(f"{cell}: {outcomes[-1].summary} ({outcomes[-1].took_s:.1f} s)", flush=True)
+                    for violation in outcomes[-1].violations:
+                        print(f"    {violation}", flush=True)
             outcomes[-1].violations += [f"{row[0].target.value}, at the end: {found}" for found in books.close()]
     except AssertionError as error:
         outcomes[-1].violations.append(f"the mesh of {row[0].target.value} broke: {error}")
