@@ -11,7 +11,7 @@ Chunks and steps take long enough that whoever watches the logs can act within o
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -43,9 +43,9 @@ _LOOK_EVERY_S: Final = 0.1
 _RUNNING: Final = re.compile(r"^mooncake_requests_running (\d+)", re.MULTILINE)
 
 
-def fault_mesh() -> Mesh:
+def fault_mesh(flags: Mapping[str, Sequence[str]] = FLAGS) -> Mesh:
     """Not started yet: a context manager."""
-    return Mesh(prefill_nodes=(0, 1), decode_nodes=(2, 3), flags=FLAGS)
+    return Mesh(prefill_nodes=(0, 1), decode_nodes=(2, 3), flags=flags)
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -60,9 +60,10 @@ class Ask:
     seed: int | None = None
     stream: Stream | None = None
 
-    def start(self, mesh: Mesh) -> "Ask":
+    def start(self, base: str) -> "Ask":
+        """Send it to the gateway at *base*, an http URL."""
         fields: dict[str, Any] = {} if self.seed is None else {"temperature": 0.8, "seed": self.seed}
-        self.stream = Stream(mesh.http, self.prompt, self.max_tokens, fields)
+        self.stream = Stream(base, self.prompt, self.max_tokens, fields)
         self.stream.__enter__()
         return self
 
@@ -215,7 +216,7 @@ class Books:
     def _placed(self, prompt: str) -> tuple[Ask, str, str]:
         """A request, and where it was placed."""
         before = len(placements(self.mesh))
-        ask = Ask(prompt=prompt, max_tokens=32).start(self.mesh)
+        ask = Ask(prompt=prompt, max_tokens=32).start(self.mesh.http)
         event = self.mesh.wait(lambda: next(iter(placements(self.mesh)[before:]), None), what="a placement")
         return ask, event["prefill"], event["decode"]
 

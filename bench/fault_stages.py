@@ -43,7 +43,7 @@ class Scene:
     job_id: str = ""
 
     def ask(self, prompt: str, max_tokens: int = TOKENS, *, seed: int | None = None) -> None:
-        self.asks.append(Ask(prompt=prompt, max_tokens=max_tokens, seed=seed).start(self.mesh))
+        self.asks.append(Ask(prompt=prompt, max_tokens=max_tokens, seed=seed).start(self.mesh.http))
 
     def place(self, prompt: str, max_tokens: int = TOKENS, *, seed: int | None = None) -> None:
         """Start a request and wait until it is placed; the scene is about it from now on."""
