@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -13,13 +14,13 @@ from mooncake_mesh.engine.factory import make_engine
 from mooncake_mesh.errors import Draining, MeshError, MooncakeError, PeerUnreachable, Rejected
 from mooncake_mesh.kv.layers import StagePart
 from mooncake_mesh.mesh.arena import Holder
+from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.node_arena import NodeArena
 from mooncake_mesh.mesh.orders import check_incarnation, stop_ordered
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
-from mooncake_mesh.worker.engine_thread import EngineThread
 from mooncake_mesh.worker.grammars import Grammars
 from mooncake_mesh.worker.job_waits import EarlyCancels, JobWaits
 from mooncake_proto.control import Drain, Load, Member, ModelCard, Ok, Ping, Pong, Role, Stop
@@ -70,7 +71,7 @@ class Station:
         self._tasks = tasks
         self._load = load
         self._on_stop = on_stop
-        self._engine_thread = EngineThread()
+        self._engine_thread = Crew(1, name="engine")
         self._conductor = RpcClient(config.conductor)
         self._arena: NodeArena | None = None
         self._membership: Membership | None = None
@@ -93,7 +94,7 @@ class Station:
 
     def on_engine_thread(self, work: Callable[..., _T], *args: Any) -> "asyncio.Future[_T]":
         """Start *work* on the thread where the engine lives."""
-        return self._engine_thread.start(work, *args)
+        return self._engine_thread.run(partial(work, *args))
 
     async def run(
         self,
