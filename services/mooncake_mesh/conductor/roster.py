@@ -10,7 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from mooncake_mesh.conductor.snapshots import NodeRoom, Pending, PromptTimes, decode_view, node_room, prefill_view
+from mooncake_mesh.conductor.snapshots import (
+    Backlog,
+    NodeRoom,
+    Pending,
+    PromptTimes,
+    backlog,
+    decode_view,
+    node_room,
+    prefill_view,
+)
 from mooncake_mesh.mesh.peers import Lease, PeerTable
 from mooncake_mesh.policy.admission import TBT_SHARE
 from mooncake_mesh.policy.correction import Correction
@@ -79,6 +88,7 @@ class Roster:
         self._messengers: dict[NodeId, InstanceId] = {}
         self._pending: defaultdict[InstanceId, deque[Pending]] = defaultdict(deque)
         self._corrections: dict[InstanceId, Correction] = {}
+        self._backlogs: dict[InstanceId, tuple[Lease, float, Backlog]] = {}  # of that lease and factor
         self._seen: dict[InstanceId, int] = {}
         self._links_free_s: dict[NodeId, float] = {}
         self._disks_free_s: dict[NodeId, float] = {}
@@ -104,6 +114,7 @@ class Roster:
         """A member died or left."""
         self._pending.pop(instance_id, None)
         self._corrections.pop(instance_id, None)
+        self._backlogs.pop(instance_id, None)
         self._seen.pop(instance_id, None)
         self._decode_spans_s.pop(instance_id, None)
         self.membership_changed()
@@ -255,8 +266,16 @@ class Roster:
             room = node_room(node.load, self._pending[node.member.instance_id])
         pending, factor = self._pending[member.instance_id], self.factor(member.instance_id)
         if member.role is Role.PREFILL:
-            return prefill_view(lease, room, pending, self._times, factor)
+            return prefill_view(lease, room, self._backlog(lease, factor), pending, factor)
         return decode_view(lease, room, pending, self.cost, factor, self._step_limit_s)
+
+    def _backlog(self, lease: Lease, factor: float) -> Backlog:
+        """What was reported with *lease*: only what is placed behind it changes between two beats."""
+        instance_id = lease.member.instance_id
+        known = self._backlogs.get(instance_id)
+        if known is None or known[0] is not lease or known[1] != factor:
+            known = self._backlogs[instance_id] = (lease, factor, backlog(lease, self._times, factor))
+        return known[2]
 
     def _learn(self, lease: Lease) -> None:
         """Compare what a beat reports with what the model says of it."""

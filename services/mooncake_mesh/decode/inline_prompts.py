@@ -139,7 +139,7 @@ class InlinePrompts:
     def _chunk(self, prompt: InlinePrompt) -> PrefillChunk:
         sequence, start = prompt.sequence, prompt.computed_tokens
         end = self._end(prompt)
-        tokens = sequence.tokens[: sequence.prompt_tokens]
+        tokens = sequence.prompt
         sample = None
         if end == sequence.prompt_tokens:
             job = sequence.job

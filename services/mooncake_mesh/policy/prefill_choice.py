@@ -24,7 +24,7 @@ from typing import Final
 from mooncake_mesh.config_scheduling import PlacementKind
 from mooncake_mesh.policy.cost_model import CostModel
 from mooncake_mesh.policy.views import ClusterView, InstanceView, RequestShape
-from mooncake_proto.ids import NodeId
+from mooncake_proto.ids import InstanceId, NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,13 +182,16 @@ def choose_kvcache_centric(
     if not frontier:
         return _soonest(able, estimates, ())
     best = frontier[0]
-    candidates = (
-        estimates.fetching(instance, best)
-        if best.node != instance.node_id and best.blocks > threshold * estimates.local_way(instance)[1]
-        else estimates.locally(instance)
-        for instance in able
-    )
-    return min(candidates, key=lambda choice: (choice.ttft_s, choice.instance.instance_id))
+
+    def way(instance: InstanceView) -> tuple[float, InstanceId, bool, InstanceView]:
+        local_s, local_blocks = estimates.local_way(instance)
+        if best.node != instance.node_id and best.blocks > threshold * local_blocks:
+            return estimates.fetched_s(instance, best), instance.instance_id, True, instance
+        return local_s, instance.instance_id, False, instance
+
+    soonest = min([way(instance) for instance in able])
+    is_fetching, chosen = soonest[2:]
+    return estimates.fetching(chosen, best) if is_fetching else estimates.locally(chosen)
 
 
 def choose_adaptive(
