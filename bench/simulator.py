@@ -193,8 +193,10 @@ class _Run:
             longest_window_steps=setup.longest_window_steps,
             batch_blocks=setup.batch_blocks,
             shares=setup.decode_shares,
+            holders=self._holders,
             on_room=self._send,
             on_granted=self._first_token,
+            on_prompt_computed=self._prompt_computed,
             on_refused=self._refused,
             on_finished=self._finished,
             on_preempted=self._preempt,
@@ -287,10 +289,14 @@ class _Run:
 
     def _start(self, flight: Flight) -> None:
         self._open += 1
+        decode = self._decode_of[flight.placement.decode.instance_id]
+        decode.node.placed_s = self._clock.now_s
+        if flight.is_inline:
+            decode.submit(flight, flight.request.output_tokens)
+            return
         self._prefill_of[flight.placement.prefill.instance_id].node.placed_s = self._clock.now_s
-        self._decode_of[flight.placement.decode.instance_id].node.placed_s = self._clock.now_s
         if self._draws_more(flight):
-            self._decode_of[flight.placement.decode.instance_id].submit(flight, flight.request.output_tokens)
+            decode.submit(flight, flight.request.output_tokens)
         prefill = self._prefill_of[flight.placement.prefill.instance_id]
         prefill.submit(flight, self._setup.max_new_tokens)
 
@@ -318,6 +324,12 @@ class _Run:
             if flight.gate is None:
                 self._first_token(flight)
             self._perhaps_land(flight)
+
+    def _prompt_computed(self, flight: Flight) -> None:
+        """On the decode instance: nothing is sent."""
+        flight.is_computed = True
+        if flight.gate is None:
+            self._first_token(flight)
 
     def _refused(self, flight: Flight, reason: str) -> None:
         """Its KV was there, and no place for it: placed elsewhere, as the gateway does it, if anybody has one now."""

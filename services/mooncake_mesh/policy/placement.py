@@ -15,7 +15,7 @@ from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, Pla
 from mooncake_mesh.policy.admission import Admission, admission_refusal
 from mooncake_mesh.policy.cost_model import CostModel, instance_step_s
 from mooncake_mesh.policy.decisions import Placed, Refused, contended, unavailable
-from mooncake_mesh.policy.hybrid import inline_choice
+from mooncake_mesh.policy.hybrid import inline_choice, longest_step_s
 from mooncake_mesh.policy.prefill_choice import PREFILL_POLICIES, Estimates
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
 from mooncake_proto.ids import InstanceId
@@ -30,7 +30,8 @@ class Scheduling:
     """Which policies decide. ``threshold`` is the papers' ``kvcache_balancing_threshold``.
 
     ``replication_share`` is how much of the time of a node's link copies of hot prefixes may take that no request
-    waits for; with 0 there are none.
+    waits for; with 0 there are none. ``hybrid_step_s`` is how long a decode instance's step may take while it computes
+    a prompt, None: a share of the TBT objective.
     """
 
     placement: PlacementKind = PlacementKind.ADAPTIVE
@@ -38,6 +39,7 @@ class Scheduling:
     replication_share: float = 0.0
     admission: Admission = field(default_factory=Admission)
     hybrid_decode: HybridDecodeKind = HybridDecodeKind.OFF
+    hybrid_step_s: float | None = None
 
 
 DEFAULT_SCHEDULING: Final = Scheduling()
@@ -65,7 +67,8 @@ def place(
     tbt_s, decode_id = _quickest(request, decode, cost)
     inline = None
     if scheduling.hybrid_decode is HybridDecodeKind.AUTO:
-        inline = inline_choice(request, decode, cluster, estimates, cost, objectives, sooner_than_s=first.ttft_s)
+        limit_s = scheduling.hybrid_step_s or longest_step_s(objectives)
+        inline = inline_choice(request, decode, cluster, estimates, cost, limit_s, sooner_than_s=first.ttft_s)
     if inline is not None:
         first, decode_id = inline.prompt, inline.prompt.instance.instance_id
         tbt_s = instance_step_s(inline.prompt.instance, cost, request.prompt_tokens)
