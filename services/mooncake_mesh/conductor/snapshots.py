@@ -93,6 +93,16 @@ class PromptQueue(Sequence[QueuedPrompt]):
     def __len__(self) -> int:
         return len(self._prompts) + len(self._placed)
 
+    @property
+    def least_urgent(self) -> int:
+        """The largest priority among the reported ones."""
+        return max(self._priorities, default=BEGUN)
+
+    @property
+    def reported_s(self) -> Sequence[float]:
+        """How long each of the reported ones takes."""
+        return self._prefills_s
+
     @overload
     def __getitem__(self, index: int) -> QueuedPrompt: ...
     @overload
@@ -116,51 +126,41 @@ class PromptQueue(Sequence[QueuedPrompt]):
         return self._made
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backlog:
-    """What a prefill instance reported that it has to do. Made once for each report, not for each placement."""
-
-    queue: PromptQueue
-    busy_until_s: float
-    least_urgent: int
-
-
-def backlog(lease: Lease, times: PromptTimes, factor: float) -> Backlog:
-    """The first queued prompt has been computed for a while when it is reported; the others follow without a gap."""
-    load = lease.load
+def reported_queue(load: Load, times: PromptTimes, factor: float) -> PromptQueue:
+    """The prompts that a prefill instance has accepted and not computed, in their order."""
     prompts = load.queued_prompts or (((load.queued_tokens, 0),) if load.queued_tokens else ())
     priorities = load.queued_priorities if len(load.queued_priorities) == len(prompts) else (0,) * len(prompts)
-    prefills_s = [factor * prefill_s for prefill_s in map(times.__getitem__, prompts)]
-    busy_until_s = lease.renewed_s
-    if prefills_s:
-        busy_until_s += max(0.0, prefills_s[0] - load.prefill_elapsed_s)
-        busy_until_s += sum(prefills_s[1:])
-    return Backlog(
-        queue=PromptQueue(prompts, prefills_s, priorities),
-        busy_until_s=busy_until_s,
-        least_urgent=max(priorities, default=BEGUN),
-    )
+    return PromptQueue(prompts, [factor * prefill_s for prefill_s in map(times.__getitem__, prompts)], priorities)
 
 
 def prefill_view(
-    lease: Lease, room: NodeRoom, reported: Backlog, pending: Sequence[Pending], factor: float
+    lease: Lease,
+    room: NodeRoom,
+    reported: PromptQueue,
+    pending: Sequence[Pending],
+    pace: float,
+    *,
+    busy_until_s: float,
+    last_placed: int,
 ) -> InstanceView:
-    """*pending* follows what was *reported*."""
-    busy_until_s, least_urgent = reported.busy_until_s, reported.least_urgent
-    placed = []
-    for work in pending:
-        busy_until_s = max(busy_until_s, work.placed_s) + work.prefill_s
-        least_urgent = max(least_urgent, work.priority)
-        placed.append(QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s, priority=work.priority))
+    """*pending* follows what was *reported*; *busy_until_s* is reckoned: a report alone would be as late as its
+    beat."""
+    queue, least_urgent = reported, reported.least_urgent
+    if pending:
+        placed = [QueuedPrompt(tokens=w.tokens, prefill_s=w.prefill_s, priority=w.priority) for w in pending]
+        queue = reported.followed_by(tuple(placed))
+        least_urgent = max(least_urgent, *(work.priority for work in pending))
     return InstanceView(
         instance_id=lease.member.instance_id,
         node_id=lease.member.node_id,
         blocks_total=room.blocks_total,
         blocks_available=room.blocks_available,
         busy_until_s=busy_until_s,
-        queue=reported.queue.followed_by(tuple(placed)) if placed else reported.queue,
+        queue=queue,
         least_urgent=least_urgent,
-        factor=factor,
+        factor=pace,
+        pace=pace,
+        last_placed=last_placed,
     )
 
 
@@ -170,7 +170,10 @@ def decode_view(
     pending: Sequence[Pending],
     cost: CostModel,
     factor: float,
+    *,
     step_limit_s: float | None,
+    pace: float,
+    last_placed: int,
 ) -> InstanceView:
     """*step_limit_s* bounds the KV it may run; without one its blocks do.
 
@@ -205,4 +208,6 @@ def decode_view(
         kv_limit_tokens=limit_tokens,
         max_batch=load.max_batch,
         factor=factor,
+        pace=pace,
+        last_placed=last_placed,
     )

@@ -4,7 +4,8 @@ The prefill instance is chosen by one of the policies of :mod:`~mooncake_mesh.po
 the instance with the shortest expected step, or both to one decode instance where
 :mod:`~mooncake_mesh.policy.hybrid` says so; :mod:`~mooncake_mesh.policy.admission` has the last word.
 
-Pure functions of snapshots: no clock, no randomness, ties break on ids, and nothing depends on the order of a view.
+Pure functions of snapshots: no clock, no randomness, and nothing depends on the order of a view. Where instances are as
+good as each other, the one that was given nothing for longest is taken, or the first by id.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ from mooncake_proto.ids import InstanceId
 GROWTH_TOKENS: Final = 256
 """How many of its new tokens a decode instance must have room for. Most answers end within it; asking for all of
 ``max_new_tokens`` would refuse work for room that is hardly ever used."""
+
+_AS_GOOD: Final = 1.01
+"""Steps that differ by less than a hundredth are as good as each other: batches change by more between two reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +93,16 @@ def place(
 
 
 def _quickest(request: RequestShape, decode: Sequence[InstanceView], cost: CostModel) -> tuple[float, InstanceId]:
-    """The shortest expected step, and whose it is."""
-    return min([(instance_step_s(d, cost, request.prompt_tokens), d.instance_id) for d in decode])
+    """A step that is as good as the shortest, and whose it is: who has been given nothing for longest."""
+    step_s, added = cost.decode_step_s, request.prompt_tokens
+    steps_s = [
+        d.pace * step_s(d.running_jobs + d.waiting_jobs + 1, d.running_tokens + d.waiting_tokens + added)
+        for d in decode
+    ]
+    limit_s = _AS_GOOD * min(steps_s)
+    as_good = [instance for one_s, instance in zip(steps_s, decode, strict=True) if one_s <= limit_s]
+    chosen = min(as_good, key=lambda instance: (instance.last_placed, instance.instance_id))
+    return instance_step_s(chosen, cost, added), chosen.instance_id
 
 
 def _decode_blocks_for(request: RequestShape) -> int:
