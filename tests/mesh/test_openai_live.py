@@ -297,8 +297,18 @@ def test_bad_requests(
 
 def test_an_unknown_path(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
-        client.embeddings.create(model=MODEL, input="text")
+        client.post("/nothing", cast_to=object)
     assert caught.value.code == "not_found"
+
+
+def test_what_is_not_here_says_so_once(fake_mesh: Mesh) -> None:
+    """The package tries again after most errors of a server; not after this one."""
+    with connect(fake_mesh, max_retries=3) as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.embeddings.create(model=MODEL, input="text")
+        assert (caught.value.status_code, caught.value.code) == (501, "not_implemented")
+        assert "x-stainless-retry-count" in caught.value.request.headers
+        assert caught.value.request.headers["x-stainless-retry-count"] == "0"
 
 
 # --- contention, and callers who leave --------------------------------------------------------------------------------
