@@ -457,3 +457,18 @@ def test_choices_and_stop_of_the_real_model(real_client: openai.OpenAI) -> None:
     stop = texts[0][5:9]
     stopped = real_client.completions.create(stop=stop, **options).choices[0]
     assert (stopped.text, stopped.finish_reason) == (texts[0][: texts[0].index(stop)], "stop")
+
+
+@pytest.mark.model
+def test_the_real_model_keeps_to_a_schema_and_calls_a_tool(real_client: openai.OpenAI) -> None:
+    """A real vocabulary: tokens of many bytes, which end in the middle of a rule. All is drawn at temperature 1."""
+    messages: list[Any] = [{"role": "user", "content": "Book a trip, and say for whom."}]
+    options: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": messages, "temperature": 1, "max_tokens": 150}
+    people = real_client.chat.completions.create(**options, response_format=PERSON_FORMAT, n=4, seed=1)
+    for choice in people.choices:
+        jsonschema.validate(json.loads(choice.message.content), PERSON)
+    answer = real_client.chat.completions.parse(
+        **options, tools=[openai.pydantic_function_tool(Trip)], tool_choice="required", parallel_tool_calls=False
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Trip)
