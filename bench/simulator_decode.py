@@ -214,7 +214,7 @@ class DecodeShell:
         if self._has_ready or self._sits_somebody_out:
             self._plan()
         batch, now_s = self._batch, self.node.clock.now_s
-        prompt = self._prompts.begin()
+        prompt = self._prompts.begin(len(batch), self._context)
         if not batch and prompt is None:
             self._steps = 0
             return

@@ -48,7 +48,7 @@ class Flight:
     @property
     def is_inline(self) -> bool:
         """Whether its decode instance computes its prompt."""
-        return self.placement.inline_chunk_tokens is not None
+        return self.placement.inline_step is not None
 
     def prompt_begun(self, *, cached_tokens: int, queue_s: float, block_tokens: int) -> None:
         """Its prompt is computed from now on, but for *cached_tokens*."""
@@ -77,9 +77,9 @@ def decode_job(flight: Flight, output_tokens: int, now_s: float) -> DecodeJob:
     gate, ttft_slo_s = flight.gate, flight.placement.ttft_slo_s
     left_s = None if ttft_slo_s is None else max(0.0, flight.record.arrival_s + ttft_slo_s - now_s)
     inline = None
-    if flight.placement.inline_chunk_tokens is not None:
+    if flight.placement.inline_step is not None:
         inline = InlinePrefill(
-            chunk_tokens=flight.placement.inline_chunk_tokens,
+            step=flight.placement.inline_step,
             fetch_from=flight.placement.fetch_from,
             fetch_prefix_blocks=flight.placement.fetch_prefix_blocks,
         )
