@@ -119,7 +119,7 @@ class Fleet:
             endpoint=f"ipc://{name}",
             model=card,
         )
-        self.core.register(member, 0.0)
+        self.core.register(member, Load(), 0.0)
         self._beats.append((member.instance_id, role))
         self._beat(member.instance_id, role)
 

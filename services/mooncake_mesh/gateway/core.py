@@ -87,6 +87,9 @@ _MOVES: Final = frozenset(
     }
 )
 _LEAST_RETRY_AFTER_S: Final = 1.0
+_READY_WITHIN_S: Final = 2.0
+"""How long a new request waits for instances that are known and take no work yet."""
+
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _ROOM_CODES: Final = frozenset({"no_free_blocks", "rejected", "overloaded", "draining"})
@@ -147,7 +150,7 @@ class RequestCore:
                 return self._start(placement, now_s)
             case NotPlaced(job_id=job_id, error=error):
                 is_due = job_id == self.job_id and self.stage is RequestStage.PLACING
-                return self._not_placed(error) if is_due else []
+                return self._not_placed(error, now_s) if is_due else []
             case JobsAccepted(job_id=job_id):
                 if job_id == self.job_id:
                     self._is_accepted = True
@@ -221,10 +224,13 @@ class RequestCore:
             self._jobs_at = (placement.prefill,) if is_single else (placement.prefill, placement.decode)
         return [start]
 
-    def _not_placed(self, error: MooncakeError) -> list[RequestCommand]:
+    def _not_placed(self, error: MooncakeError, now_s: float) -> list[RequestCommand]:
         """A request that has never run, or that a decode worker had no place for, is refused; any other that has run
-        waits for its turn, if it can ever come."""
-        if self._attempt == 0 or (isinstance(error, Rejected) and error.reason.endswith("_too_small")):
+        waits for its turn, if it can ever come. For instances that are just starting a new one waits for a moment."""
+        reason = error.reason if isinstance(error, Rejected) else ""
+        if reason.endswith("_not_ready") and now_s - self._started_s < _READY_WITHIN_S:
+            return [self._ask(after_s=self._pause_s())]
+        if self._attempt == 0 or reason.endswith("_too_small"):
             return self._fail(error)
         if self._refusal is not None and not self._drawn:
             return self._fail(self._refusal)
