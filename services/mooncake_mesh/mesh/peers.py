@@ -54,8 +54,8 @@ class PeerTable:
         return self._leases.get(instance_id)
 
     def join(self, member: Member, load: Load, now_s: float) -> list[PeerEvent]:
-        """Enter or renew *member*, which says *load* of itself. Reports the death of an older incarnation before the new
-        one's joining."""
+        """Enter or renew *member*, which says *load* of itself. Reports the death of an older incarnation before the
+        joining of the new one."""
         events: list[PeerEvent] = []
         old = self._leases.get(member.instance_id)
         if old is not None and old.member.incarnation != member.incarnation and old.health is not Health.DEAD:
