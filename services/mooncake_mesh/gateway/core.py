@@ -87,8 +87,13 @@ _MOVES: Final = frozenset(
     }
 )
 _LEAST_RETRY_AFTER_S: Final = 1.0
+CONDUCTOR_UNREACHABLE: Final = "conductor_unreachable"
+"""The reason of a refusal that the gateway gives itself when the conductor cannot be asked."""
+
+_CONDUCTOR_PATIENCE_S: Final = 15.0
 _READY_WITHIN_S: Final = 2.0
-"""How long a new request waits for instances that are known and take no work yet."""
+"""How long a request waits for a conductor that cannot be asked (longer than it takes to restart one), and a new one for
+instances that are known and take no work yet."""
 
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
@@ -126,6 +131,7 @@ class RequestCore:
         self._is_gated = False
         self._refusal: Rejected | None = None
         self._refused_by: set[InstanceId] = set()
+        self._conductor_lost_s: float | None = None
         self._losses = 0
         self._pauses = 0
         self._avoid: Counter[InstanceId] = Counter()
@@ -201,6 +207,7 @@ class RequestCore:
             return []
         self._move(RequestStage.STARTING)
         self.placement = placement
+        self._conductor_lost_s = None
         self._is_accepted = False
         self._has_decoded = False
         is_single = self._request.stopping.max_new_tokens - len(self._drawn) <= 1
@@ -226,9 +233,10 @@ class RequestCore:
 
     def _not_placed(self, error: MooncakeError, now_s: float) -> list[RequestCommand]:
         """A request that has never run, or that a decode worker had no place for, is refused; any other that has run
-        waits for its turn, if it can ever come. For instances that are just starting a new one waits for a moment."""
+        waits for its turn, if it can ever come. All wait for a conductor or for instances that are just starting."""
         reason = error.reason if isinstance(error, Rejected) else ""
-        if reason.endswith("_not_ready") and now_s - self._started_s < _READY_WITHIN_S:
+        is_starting = reason.endswith("_not_ready") and now_s - self._started_s < _READY_WITHIN_S
+        if is_starting or self._is_conductor_away(error, now_s):
             return [self._ask(after_s=self._pause_s())]
         if self._attempt == 0 or reason.endswith("_too_small"):
             return self._fail(error)
@@ -238,6 +246,14 @@ class RequestCore:
         if isinstance(error, Rejected):
             pause_s = max(pause_s, min(error.retry_after_s, _LONGEST_PAUSE_S))
         return [self._ask(after_s=pause_s)]
+
+    def _is_conductor_away(self, error: MooncakeError, now_s: float) -> bool:
+        """One that comes back has to hear of its members first, so "nobody is there" counts as being away still."""
+        if not isinstance(error, Rejected) or not error.unavailable:
+            return False
+        if error.reason == CONDUCTOR_UNREACHABLE and self._conductor_lost_s is None:
+            self._conductor_lost_s = now_s
+        return self._conductor_lost_s is not None and now_s - self._conductor_lost_s < _CONDUCTOR_PATIENCE_S
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
