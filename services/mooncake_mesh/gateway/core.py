@@ -92,9 +92,8 @@ CONDUCTOR_UNREACHABLE: Final = "conductor_unreachable"
 
 _CONDUCTOR_PATIENCE_S: Final = 15.0
 _READY_WITHIN_S: Final = 2.0
-"""How long a request waits for a conductor that cannot be asked (longer than it takes to restart one), and a new one for
-instances that are known and take no work yet."""
-
+"""How long a request waits for a conductor that cannot be asked (longer than a restart takes), and for instances that
+are known and take no work yet."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _ROOM_CODES: Final = frozenset({"no_free_blocks", "rejected", "overloaded", "draining"})
