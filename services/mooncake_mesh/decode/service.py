@@ -82,6 +82,7 @@ class DecodeService:
             load=self._load,
             on_stop=self._stop_all,
             on_gateway_lost=self._gateway_lost,
+            has_job=lambda job_id: self._core.get(job_id) is not None,
         )
         self._changed = Bell()
         self._over = Bell()
@@ -142,10 +143,11 @@ class DecodeService:
         if length > longest:
             raise InvalidRequest(f"{length} tokens exceed the context of {longest}", param="stopping.max_new_tokens")
 
-    def _prefill_done(self, done: PrefillDone, _: Caller) -> None:
+    def _prefill_done(self, done: PrefillDone, _: Caller) -> Ok:
         self._core.first_token(done.job_id, done.token)
         self._open_gates()
         self._changed.ring()
+        return Ok()
 
     def _open_gates(self) -> None:
         """Tell the gateways of jobs that may begin now, and end those that have no place."""
