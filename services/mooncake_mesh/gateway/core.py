@@ -66,7 +66,9 @@ from mooncake_proto.serving import (
 CONDUCTOR_UNREACHABLE: Final = "conductor_unreachable"
 """The reason of a refusal that the gateway gives itself when the conductor cannot be asked."""
 _CONDUCTOR_PATIENCE_S: Final = 15.0
-"""How long a request waits for a conductor that cannot be asked: longer than it takes to restart one."""
+_READY_WITHIN_S: Final = 2.0
+"""How long a request waits for a conductor that cannot be asked (longer than a restart takes), and for instances that
+are known and take no work yet."""
 _SILENCE_S: Final = 4.0
 """How long nothing may be heard of a job before its workers are asked whether they still have it; then twice that …"""
 _FIRST_PAUSE_S: Final = 0.05
@@ -106,8 +108,7 @@ class RequestCore:
         self._refusal: Rejected | None = None
         self._refused_by: set[InstanceId] = set()
         self._conductor_lost_s: float | None = None
-        self._heard_s = started_s
-        self._silence_s = _SILENCE_S
+        self._heard_s, self._silence_s = started_s, _SILENCE_S
         self._has_first_token = False
         self._losses = 0
         self._pauses = 0
@@ -190,9 +191,7 @@ class RequestCore:
         self._move(RequestStage.STARTING)
         self.placement = placement
         self._conductor_lost_s = None
-        self._is_accepted = False
-        self._has_decoded = False
-        self._has_first_token = False
+        self._is_accepted = self._has_decoded = self._has_first_token = False
         is_single = self._request.stopping.max_new_tokens - len(self._drawn) <= 1
         gate = None if is_single or self._drawn else placement.gate
         self._is_gated = gate is not None
@@ -216,10 +215,12 @@ class RequestCore:
 
     def _not_placed(self, error: MooncakeError, now_s: float) -> list[RequestCommand]:
         """A request that has never run, or that a decode worker had no place for, is refused; any other that has run
-        waits for its turn, if it can ever come. While the conductor is away, or has just begun, all wait a while."""
-        if self._is_conductor_away(error, now_s):
+        waits for its turn, if it can ever come. All wait for a conductor or for instances that are just starting."""
+        reason = error.reason if isinstance(error, Rejected) else ""
+        is_starting = reason.endswith("_not_ready") and now_s - self._started_s < _READY_WITHIN_S
+        if is_starting or self._is_conductor_away(error, now_s):
             return [self._ask(after_s=self._pause_s())]
-        if self._attempt == 0 or (isinstance(error, Rejected) and error.reason.endswith("_too_small")):
+        if self._attempt == 0 or reason.endswith("_too_small"):
             return self._fail(error)
         if self._refusal is not None and not self._drawn:
             return self._fail(self._refusal)
