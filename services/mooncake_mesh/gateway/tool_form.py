@@ -61,7 +61,9 @@ def plain_chat(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[C
             else:
                 plain.append(ChatMessage(role="user", content=result))
         elif message.tool_calls:
-            before = message.content and message.content.removesuffix("\n") + "\n"  # as the model wrote it: its KV is kept
+            before = (
+                message.content and message.content.removesuffix("\n") + "\n"
+            )  # as the model wrote it: its KV is kept
             calls = "\n".join(_call_text(call) for call in message.tool_calls)
             plain.append(ChatMessage(role=message.role, content=before + calls))
         else:
