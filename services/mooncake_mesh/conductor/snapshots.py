@@ -141,7 +141,6 @@ def prefill_view(
     pace: float,
     *,
     busy_until_s: float,
-    last_placed: int,
 ) -> InstanceView:
     """*pending* follows what was *reported*; *busy_until_s* is reckoned: a report alone would be as late as its
     beat."""
@@ -160,7 +159,6 @@ def prefill_view(
         least_urgent=least_urgent,
         factor=pace,
         pace=pace,
-        last_placed=last_placed,
     )
 
 
@@ -173,7 +171,6 @@ def decode_view(
     *,
     step_limit_s: float | None,
     pace: float,
-    last_placed: int,
 ) -> InstanceView:
     """*step_limit_s* bounds the KV it may run; without one its blocks do.
 
@@ -209,5 +206,4 @@ def decode_view(
         max_batch=load.max_batch,
         factor=factor,
         pace=pace,
-        last_placed=last_placed,
     )
