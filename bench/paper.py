@@ -27,6 +27,7 @@ from bench.paper_reproduction import (
     a6_long_context,
     a7_global_cache,
 )
+from bench.paper_roles import b7_dynamic_roles
 from bench.paper_runs import Bench
 from bench.report import Report
 from bench.simulator_plots import NoMatplotlib
@@ -44,6 +45,7 @@ EXPERIMENTS: Final[dict[str, Callable[[Bench], None]]] = {
     "B1": b1_b2_sizing,
     "B4": b4_queue_order,
     "B5": b5_b6_hold,
+    "B7": b7_dynamic_roles,
 }
 _QUICK: Final = ("A1", "A2", "A4", "A7")
 _QUICK_REQUESTS: Final = 1_000

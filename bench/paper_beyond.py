@@ -13,7 +13,7 @@ _NODES: Final = 16
 _FULL: Final = 0.9
 """How full of KV a decode node is taken to run: that gives its step time."""
 
-NOT_RUN: Final = "B3 (hybrid decode nodes) and B7 (dynamic roles) are not run yet: the simulated nodes keep their role."
+NOT_RUN: Final = "B3 (hybrid decode nodes) is not run yet."
 _NEAR: Final = {
     "conversation": {8: 2.1, 2: 2.6, 3: 3.5, 4: 3.2, 5: 3.0},
     "tool-agent": {8: 2.5, 3: 3.7, 4: 3.9, 5: 3.6, 2: 2.5},

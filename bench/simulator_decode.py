@@ -124,6 +124,10 @@ class DecodeShell:
         return sequences, self._context + (n - 1) * sequences, self._first_step_s + (n - 1) * self._step_growth_s
 
     @property
+    def n_jobs(self) -> int:
+        return self.core.n_jobs
+
+    @property
     def running(self) -> int:
         return len(self._batch)
 

@@ -60,6 +60,10 @@ class PrefillShell:
         self._tokens_per_s = 0.0
         self._load: Load | None = None
 
+    @property
+    def n_jobs(self) -> int:
+        return len(self.flights)
+
     def load(self) -> Load:
         """As the live worker reports it. The same object again while nothing changes."""
         core = self.core

@@ -127,7 +127,7 @@ class LoadSample:
 
 @dataclass(slots=True)
 class RunResult:
-    """All records of one run, in order of arrival."""
+    """All records of one run, in order of arrival. Instances changed their role ``switched`` times."""
 
     name: str
     records: list[RequestRecord]
@@ -136,6 +136,7 @@ class RunResult:
     events: int = 0
     wall_s: float = 0.0
     transferred_bytes: int = 0
+    switched: int = 0
 
     @property
     def served(self) -> list[RequestRecord]:

@@ -15,7 +15,8 @@ from mooncake_mesh.mesh.peers import Lease, PeerTable
 from mooncake_mesh.policy.admission import TBT_SHARE
 from mooncake_mesh.policy.correction import Correction
 from mooncake_mesh.policy.cost_model import CopyCorrected, CostModel, KindFactors
-from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives
+from mooncake_mesh.policy.decisions import Placed
+from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
 from mooncake_proto.control import EstimateQuality, Health, Member, Role
 from mooncake_proto.ids import InstanceId, NodeId
 
@@ -50,6 +51,24 @@ class PlacedWork:
     copy_bytes: int = 0
     read_from: NodeId | None = None
     read_bytes: int = 0
+
+    @classmethod
+    def of(cls, shape: RequestShape, placed: Placed) -> "PlacedWork":
+        cached_blocks = max(placed.local_prefix_blocks, placed.fetch_prefix_blocks)
+        copied_blocks = max(0, placed.fetch_prefix_blocks - placed.local_prefix_blocks)
+        return cls(
+            prefill=placed.prefill,
+            uncached_tokens=shape.prompt_tokens - cached_blocks * shape.block_tokens,
+            cached_tokens=cached_blocks * shape.block_tokens,
+            decode=placed.decode,
+            decode_blocks=shape.blocks_for(shape.prompt_tokens),  # what the messenger will report; growth comes later
+            ttft_s=placed.ttft_est_s,
+            priority=shape.priority,
+            copy_from=placed.fetch_node,
+            copy_bytes=copied_blocks * shape.block_bytes,
+            read_from=placed.read_node,
+            read_bytes=placed.read_blocks * shape.block_bytes,
+        )
 
 
 @dataclass(slots=True)
@@ -87,6 +106,7 @@ class Roster:
         self._pools: dict[tuple[str, Role], _Pool] = {}
         self._workers: dict[NodeId, list[InstanceId]] = {}
         self._stale: set[InstanceId] = set()
+        self._withdrawn: set[InstanceId] = set()
         self._ttft_s = 0.0
         self._decode_s = 0.0
 
@@ -98,6 +118,16 @@ class Roster:
             self._messengers[member.node_id] = member.instance_id
         self._pending.pop(member.instance_id, None)
         self._seen.pop(member.instance_id, None)
+        self._withdrawn.discard(member.instance_id)
+        self.membership_changed()
+
+    def withdraw(self, instance_id: InstanceId) -> None:
+        """Place nothing on it until it registers anew, or is restored."""
+        self._withdrawn.add(instance_id)
+        self.membership_changed()
+
+    def restore(self, instance_id: InstanceId) -> None:
+        self._withdrawn.discard(instance_id)
         self.membership_changed()
 
     def gone(self, instance_id: InstanceId) -> None:
@@ -178,16 +208,34 @@ class Roster:
             decode_s=self._decode_s,
         )
 
+    @property
+    def decode_s(self) -> float:
+        """How long requests are decoded of late; 0 when that is not known."""
+        return self._decode_s
+
     def takes_work(self, lease: Lease) -> bool:
         node = self.messenger(lease.member.node_id)
         return (
             lease.member.role in WORKERS
             and lease.health is Health.ALIVE
             and not lease.load.draining
+            and lease.member.instance_id not in self._withdrawn
             and node is not None
             and node.health is Health.ALIVE
             and node.load.blocks_total > 0
         )
+
+    def view(self, lease: Lease) -> InstanceView:
+        """A worker as it is, with what was placed on it, whether it takes work or not."""
+        member = lease.member
+        node = self.messenger(member.node_id)
+        room = NodeRoom(blocks_total=0, blocks_available=0)
+        if node is not None:
+            room = node_room(node.load, self._pending[node.member.instance_id])
+        pending, factor = self._pending[member.instance_id], self.factor(member.instance_id)
+        if member.role is Role.PREFILL:
+            return prefill_view(lease, room, pending, self._times, factor)
+        return decode_view(lease, room, pending, self.cost, factor, self._step_limit_s)
 
     def messenger(self, node_id: NodeId) -> Lease | None:
         """The lease of a node's messenger, however it is."""
@@ -229,7 +277,7 @@ class Roster:
             and self.takes_work(lease)
         ]
         positions = {lease.member.instance_id: position for position, lease in enumerate(leases)}
-        views = [self._view(lease) for lease in leases]
+        views = [self.view(lease) for lease in leases]
         return _Pool(positions=positions, views=views, snapshot=tuple(views))
 
     def _refresh(self) -> None:
@@ -240,23 +288,12 @@ class Roster:
             for instance_id in touched:
                 lease = self._peers.get(instance_id)
                 assert lease is not None, "who left has emptied the pools"
-                pool.views[pool.positions[instance_id]] = self._view(lease)
+                pool.views[pool.positions[instance_id]] = self.view(lease)
             if touched:
                 pool.snapshot = tuple(pool.views)
         self._stale.clear()
         known = [span_s for span_s in self._decode_spans_s.values() if span_s > 0]
         self._decode_s = sum(known) / len(known) if known else 0.0
-
-    def _view(self, lease: Lease) -> InstanceView:
-        member = lease.member
-        node = self.messenger(member.node_id)
-        room = NodeRoom(blocks_total=0, blocks_available=0)
-        if node is not None:
-            room = node_room(node.load, self._pending[node.member.instance_id])
-        pending, factor = self._pending[member.instance_id], self.factor(member.instance_id)
-        if member.role is Role.PREFILL:
-            return prefill_view(lease, room, pending, self._times, factor)
-        return decode_view(lease, room, pending, self.cost, factor, self._step_limit_s)
 
     def _learn(self, lease: Lease) -> None:
         """Compare what a beat reports with what the model says of it."""

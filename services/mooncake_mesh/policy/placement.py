@@ -17,6 +17,7 @@ from mooncake_mesh.policy.cost_model import CostModel, instance_step_s
 from mooncake_mesh.policy.decisions import Placed, Refused, contended, unavailable
 from mooncake_mesh.policy.hybrid import inline_choice
 from mooncake_mesh.policy.prefill_choice import PREFILL_POLICIES, Estimates
+from mooncake_mesh.policy.roles import RoleRules
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
 from mooncake_proto.ids import InstanceId
 
@@ -30,7 +31,7 @@ class Scheduling:
     """Which policies decide. ``threshold`` is the papers' ``kvcache_balancing_threshold``.
 
     ``replication_share`` is how much of the time of a node's link copies of hot prefixes may take that no request
-    waits for; with 0 there are none.
+    waits for; with 0 there are none. ``roles`` lets instances that can switch their role do so.
     """
 
     placement: PlacementKind = PlacementKind.ADAPTIVE
@@ -38,6 +39,7 @@ class Scheduling:
     replication_share: float = 0.0
     admission: Admission = field(default_factory=Admission)
     hybrid_decode: HybridDecodeKind = HybridDecodeKind.OFF
+    roles: RoleRules | None = None
 
 
 DEFAULT_SCHEDULING: Final = Scheduling()
