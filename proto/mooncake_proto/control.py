@@ -167,12 +167,13 @@ class Goodbye:
 @message("control.switch_role")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchRole:
-    """Conductor → worker: finish what you have, take nothing new, then register as another incarnation in ``role``.
+    """One-way, conductor → worker: take nothing new, finish what you have, then register in ``role``, with another
+    incarnation. An order to another incarnation means nothing.
 
-    Answered by Ok, also by one that serves in ``role`` already, or by Failure. Why: ``prefill_demand`` and
-    ``decode_demand`` are asked of ``prefill`` and ``decode`` instances, both in instances.
+    Why: ``prefill_demand`` and ``decode_demand``, in instances, are asked of ``prefill`` and ``decode`` of them.
     """
 
+    instance_id: InstanceId
     incarnation: Incarnation
     role: WorkerRole
     prefill_demand: float

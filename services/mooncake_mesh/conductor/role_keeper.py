@@ -28,7 +28,6 @@ from mooncake_mesh.policy.views import InstanceView, Objectives, RequestShape
 from mooncake_proto.control import Health, Role, SwitchRole, WorkerRole
 from mooncake_proto.ids import InstanceId
 
-_LOOK_S: Final = 2.0
 _HEARD_WITHIN_S: Final = 5.0
 _BACK_WITHIN_S: Final = 60.0
 _QUEUE_S: Final = 30.0
@@ -49,6 +48,7 @@ class RoleKeeper:
 
     def __init__(self, rules: RoleRules, peers: PeerTable, roster: Roster, objectives: Objectives) -> None:
         self._balance = RoleBalance(rules)
+        self._look_s = rules.look_s
         self._peers = peers
         self._roster = roster
         self._ttft_s = objectives.ttft_s or _QUEUE_S
@@ -87,7 +87,7 @@ class RoleKeeper:
     def look(self, now_s: float) -> list[tuple[Lease, SwitchRole]]:
         """Time has passed. Whom to tell to switch now, with the words."""
         elapsed_s = now_s - self._looked_s if self._looked_s is not None else 0.0
-        if self._looked_s is not None and elapsed_s < _LOOK_S:
+        if self._looked_s is not None and elapsed_s < self._look_s:
             return []
         self._give_up(now_s)
         placed_s, self._placed_s, self._looked_s = self._placed_s, 0.0, now_s
@@ -105,6 +105,7 @@ class RoleKeeper:
         self._leaving[switch.instance_id] = _Leaving(role=switch.role, since_s=now_s)
         self._roster.withdraw(switch.instance_id)
         word = SwitchRole(
+            instance_id=switch.instance_id,
             incarnation=lease.member.incarnation,
             role=WorkerRole(switch.role.value),
             prefill_demand=round(switch.demand.prefill, 3),

@@ -11,7 +11,7 @@ imbalance moves several at once, up to a share of the mesh: who switches serves 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 from typing import Final
 
@@ -25,7 +25,8 @@ from mooncake_proto.ids import InstanceId
 _UNIT: Final = 1_000_000
 """KV that one instance runs at a time, where demand is counted in instances already."""
 
-_LATELY_S: Final = 6.0
+_LATELY: Final = 0.2
+"""Of the memory: how long KV that is there now is taken to say where it goes."""
 
 _FOR_WANT_OF_DECODING: Final = ("tbt_objective", "tbt_objective_predicted", "kv_in_progress")
 
@@ -43,6 +44,18 @@ class RoleRules:
     margin: float = 0.3
     least_load: float = 0.6
     in_flight_share: float = 0.25
+
+    @classmethod
+    def lasting(cls, sustained_s: float) -> "RoleRules":
+        """With all times in proportion to *sustained_s*."""
+        usual = cls()
+        factor = sustained_s / usual.sustained_s
+        return replace(usual, memory_s=factor * usual.memory_s, sustained_s=sustained_s, rest_s=factor * usual.rest_s)
+
+    @property
+    def look_s(self) -> float:
+        """How often the pools should be seen."""
+        return self.sustained_s / 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +133,11 @@ class RoleBalance:
     def __init__(self, rules: RoleRules) -> None:
         self._rules = rules
         self._demand = Demand(prefill=0.0, decode=0.0)
-        self._prompts, self._kv, self._kv_lately = _Memory(rules.memory_s), _Memory(rules.memory_s), _Memory(_LATELY_S)
+        self._prompts, self._kv, self._kv_lately = (
+            _Memory(rules.memory_s),
+            _Memory(rules.memory_s),
+            _Memory(rules.memory_s * _LATELY),
+        )
         self._seen_s: float | None = None
         self._wish: Role | None = None
         self._wished_s = 0.0
