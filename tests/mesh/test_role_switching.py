@@ -99,7 +99,7 @@ def test_it_goes_back_and_one_that_is_killed_on_the_way_is_not_missed(mesh: Mesh
         long = [open_streams.enter_context(Stream(mesh.http, f"long answer {i}", 400)) for i in range(2)]
         for stream in long:
             stream.wait_chunks(1)
-        prompts = [f"{i} {'many words of a long prompt ' * 25}" for i in range(12)]
+        prompts = [f"{i} {'many words of a long prompt ' * 25}" for i in range(10)]
         short = [open_streams.enter_context(Stream(mesh.http, prompt, 2)) for prompt in prompts]
         mesh.wait(lambda: len(orders(mesh)) > before or None, timeout_s=20.0, what="an order to switch")
         order = orders(mesh)[before]
