@@ -22,6 +22,7 @@ import enum
 from dataclasses import dataclass
 
 from mooncake_proto.codec import message
+from mooncake_proto.grammar import Grammar
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId
 from mooncake_proto.shapes import Natural, PackedKey, PackedKeys, PackedTokens, Positive
 
@@ -39,7 +40,8 @@ class Sampling:
     """How a token is drawn from its logits.
 
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and the three penalties' neutral values switch
-    a rule off. ``top_logprobs`` None reports no logprobs, 0 only that of the drawn token.
+    a rule off. ``top_logprobs`` None reports no logprobs, 0 only that of the drawn token. ``logit_bias`` adds to the
+    logits of tokens; with a ``grammar`` only what it allows can be drawn.
     """
 
     temperature: float = 1.0
@@ -51,6 +53,8 @@ class Sampling:
     frequency_penalty: float = 0.0
     seed: int = 0
     top_logprobs: Natural | None = None
+    logit_bias: tuple[tuple[Natural, float], ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

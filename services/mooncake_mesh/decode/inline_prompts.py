@@ -148,6 +148,7 @@ class InlinePrompts:
                 position=job.drawn_tokens,
                 history=tokens,
                 banned=banned_tokens(job.drawn_tokens, job.stopping),
+                filter=sequence.filter,
             )
         return PrefillChunk(
             sequence=sequence.job.job_id,

@@ -132,6 +132,7 @@ class DecodeService:
         sequence = self._core.submit(job, monotonic())
         if isinstance(sequence, QueueFull):
             raise Rejected("decode_queue_full", unavailable=False, retry_after_s=1.0)
+        self._station.grammars.begin(job.sampling.grammar)
         self._tasks.create_task(self._receive(sequence))
         if job.first_token_within_s is not None:  # whoever is not granted by then is refused, steps or no steps
             asyncio.get_running_loop().call_later(job.first_token_within_s, self._open_gates)
@@ -162,6 +163,7 @@ class DecodeService:
         """Reserve the blocks, wait for the KV, then let the sequence into the batch, or its prompt be computed."""
         try:
             acquired = await self._acquire(sequence)
+            sequence.filter = await self._station.grammars.filter(sequence.job.sampling.grammar)
         except MooncakeError as error:
             await self._give_up(sequence, sequence.stop or error)
             return
@@ -291,7 +293,8 @@ class DecodeService:
 
     def _prompt_over(self, end: PromptEnd) -> None:
         """Tell the gateway the first token, and let the sequence into the next batch."""
-        prompt, sequence, drawn = end.prompt, end.prompt.sequence, end.result
+        prompt, sequence = end.prompt, end.prompt.sequence
+        drawn = sequence.filter_failure or end.result
         if isinstance(drawn, MooncakeError):
             self._tasks.create_task(self._give_up(sequence, drawn))
             return
@@ -320,6 +323,7 @@ class DecodeService:
             drawn = []
         self._stepping = frozenset()
         for sequence in batch:
+            sequence.stop = sequence.stop or sequence.filter_failure
             if sequence.stop is not None:
                 self._tasks.create_task(self._give_up(sequence, sequence.stop))
         if not drawn:

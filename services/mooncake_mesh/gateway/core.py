@@ -24,6 +24,7 @@ from mooncake_mesh.errors import (
     Aborted,
     DeadlineExceeded,
     DecodeRefused,
+    InvalidRequest,
     InvalidTransition,
     MooncakeError,
     Rejected,
@@ -281,7 +282,7 @@ class RequestCore:
             return self._fail(_refusal(failed))
         error = _JobError(failed)
         if not failed.retryable:
-            return self._fail(error)
+            return self._fail(InvalidRequest(str(error)) if error.code == InvalidRequest.code else error)
         return self._place_again(failed.instance_id, error)
 
     def _worker_lost(self, instance_id: InstanceId) -> list[RequestCommand]:

@@ -9,9 +9,9 @@ import asyncio
 import structlog
 
 from mooncake_mesh.engine.api import Engine
+from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.rpc import Handler, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
-from mooncake_mesh.worker.engine_thread import EngineThread
 from mooncake_proto.control import Role, SwitchRole
 
 log = structlog.get_logger(__name__)
@@ -22,7 +22,7 @@ class WorkerHome:
 
     def __init__(self, role: Role, tasks: asyncio.TaskGroup) -> None:
         self.role = role
-        self.thread = EngineThread()
+        self.thread = Crew(1, name="engine")
         self.engine: Engine | None = None
         self._tasks = tasks
         self._server: RpcServer | None = None
