@@ -80,7 +80,7 @@ def checked(streams: list[Stream]) -> None:
 
 def test_the_pool_that_is_short_gets_an_instance_and_no_request_notices(mesh: Mesh) -> None:
     with ExitStack() as open_streams:
-        streams = [open_streams.enter_context(Stream(mesh.http, f"decode much {i}", 150)) for i in range(6)]
+        streams = [open_streams.enter_context(Stream(mesh.http, f"decode much {i}", 110)) for i in range(6)]
         [order] = mesh.wait(lambda: orders(mesh) or None, timeout_s=20.0, what="an order to switch")
         assert order["to"] == "decode"
         assert (order["prefill"], order["decode"]) == (2, 1)
@@ -96,7 +96,7 @@ def test_the_pool_that_is_short_gets_an_instance_and_no_request_notices(mesh: Me
 def test_it_goes_back_and_one_that_is_killed_on_the_way_is_not_missed(mesh: Mesh) -> None:
     before = len(orders(mesh))
     with ExitStack() as open_streams:
-        long = [open_streams.enter_context(Stream(mesh.http, f"long answer {i}", 400)) for i in range(2)]
+        long = [open_streams.enter_context(Stream(mesh.http, f"long answer {i}", 300)) for i in range(2)]
         for stream in long:
             stream.wait_chunks(1)
         prompts = [f"{i} {'many words of a long prompt ' * 25}" for i in range(10)]

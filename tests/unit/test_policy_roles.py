@@ -129,12 +129,12 @@ def test_what_is_wanted_is_what_sizing_says() -> None:
 def test_prompts_ask_for_what_comes_and_for_the_queue_against_the_objective() -> None:
     queue = (QueuedPrompt(tokens=100, prefill_s=6.0),)
     busy = InstanceView(
-        instance_id=InstanceId("p0"), node_id=NodeId("n0"), blocks_total=10, blocks_available=10, busy_until_s=16.0,
+        instance_id=InstanceId("p0"), node_id=NodeId("n0"), blocks_total=10, blocks_available=10, busy_until_s=30.0,
         queue=queue,
     )  # fmt: skip
     idle = replace(busy, instance_id=InstanceId("p1"), queue=())
     came = Came(prefill_s=1.5, refused_kv_tokens=0.0)
-    assert prompt_demand(came, [busy, idle], 10.0, 30.0) == pytest.approx(1.5 + 6.0 / 30.0)
+    assert prompt_demand(came, [busy, idle], 10.0, 30.0) == pytest.approx(1.5 + 5.0 / 30.0)
 
 
 def decoding(jobs: int, tokens: int, waiting_tokens: int = 0) -> InstanceView:

@@ -1,8 +1,8 @@
 """When instances change between prefilling and decoding: which ones, and how many at once. Pure.
 
 What both pools are asked for is measured in instances, as :mod:`~mooncake_mesh.policy.sizing` counts it, so that what
-stationary traffic leads to is what sizing says of it: prompts by the prefill time that comes in a second, and by the
-queue against the TTFT objective; decoding by the KV in progress against what an instance runs at a time within the TBT
+stationary traffic leads to is what sizing says of it: prompts by the prefill time that comes in a second, and by what
+is queued for longer than half of the TTFT objective; decoding by the KV in progress against what an instance runs at a time within the TBT
 objective, as much of it as there would be if instances ran full, and by the KV that waits. What is refused for want of
 one pool is asked of it all the same: an overloaded pool shows no other sign of how much it lacks.
 
@@ -34,7 +34,8 @@ _FOR_WANT_OF_DECODING: Final = ("tbt_objective", "tbt_objective_predicted", "kv_
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleRules:
     """Hysteresis. Of load, what was seen ``memory_s`` ago counts for a third. ``margin`` is by how much of an instance
-    sizing must be missed, for ``sustained_s``; after a switch none goes the other way for ``rest_s``. Nobody switches
+    sizing must be missed, for ``sustained_s``, and by twice that for one to leave decoding, which takes as long as the
+    longest answer; after a switch none goes the other way for ``rest_s``. Nobody switches
     to a pool that is asked for less than ``least_load`` of what it can do. Up to ``in_flight_share`` of all instances,
     at least one, are on their way at a time."""
 
@@ -194,7 +195,7 @@ class RoleBalance:
         exact = _exact_decode(demand, n_prefill + n_decode)
         if exact > n_decode + rules.margin and demand.decode >= rules.least_load * n_decode:
             return Role.DECODE if n_prefill > 1 else None
-        if exact <= n_decode - 1 - rules.margin and demand.prefill >= rules.least_load * n_prefill:
+        if exact <= n_decode - 1 - 2 * rules.margin and demand.prefill >= rules.least_load * n_prefill:
             return Role.PREFILL if n_decode > 1 else None
         return None
 
@@ -208,8 +209,10 @@ class RoleBalance:
 
 
 def wanted_decode(demand: Demand, instances: int) -> int:
-    """How many of *instances*, at least 2, should decode."""
-    return decode_instances(_moments(demand), instances=instances, kv_capacity_tokens=_UNIT)
+    """How many of *instances*, at least 2, should decode. Its headroom is taken from what is idle."""
+    return decode_instances(
+        _moments(demand), instances=instances, kv_capacity_tokens=_UNIT, headroom=_headroom(demand, instances)
+    )
 
 
 def refused_demand(refused: Refused) -> Role | None:
@@ -222,10 +225,10 @@ def refused_demand(refused: Refused) -> Role | None:
 
 
 def prompt_demand(came: Came, prefill: Sequence[InstanceView], now_s: float, ttft_s: float) -> float:
-    """Prefill instances that prompts keep busy: with what comes, and what is queued if that is to be done within
-    *ttft_s*."""
-    queued_s = sum(max(0.0, instance.busy_until_s - now_s) for instance in prefill if instance.queue)
-    return came.prefill_s + queued_s / ttft_s
+    """Prefill instances that prompts keep busy: with what comes, and what is queued for longer than half of *ttft_s* if
+    that is to be done within it."""
+    queued_s = [instance.busy_until_s - now_s for instance in prefill if instance.queue]
+    return came.prefill_s + sum(max(0.0, each_s - ttft_s / 2) for each_s in queued_s) / ttft_s
 
 
 def kv_demand(
@@ -271,6 +274,11 @@ def _moments(demand: Demand) -> TrafficMoments:
     return TrafficMoments(prefill_s=demand.prefill, kv_token_s=demand.decode * _UNIT)
 
 
+def _headroom(demand: Demand, instances: int) -> float:
+    total = demand.prefill + demand.decode
+    return min(HEADROOM, max(1.0, instances / total)) if total > 0 else HEADROOM
+
+
 def _exact_decode(demand: Demand, instances: int) -> float:
     """What :func:`wanted_decode` rounds up."""
-    return instances * decode_share(_moments(demand), _UNIT) * HEADROOM
+    return instances * decode_share(_moments(demand), _UNIT) * _headroom(demand, instances)
