@@ -17,6 +17,7 @@ from mooncake_mesh.policy.roles import (
     kv_demand,
     prompt_demand,
     refused_demand,
+    refused_kv_demand,
     wanted_decode,
 )
 from mooncake_mesh.policy.sizing import TrafficMoments, decode_instances
@@ -35,7 +36,6 @@ COST = LinearCost(
     transfer_bytes_per_s=1e9,
 )
 RULES = RoleRules()
-IDLE = Came(prefill_s=0.0, refused_kv_tokens=0.0)
 
 
 def pools(prefill: int, decode: int, demand: Demand, now_s: float = 0.0, to_decode: int = 0) -> Pools:
@@ -110,6 +110,13 @@ def test_nobody_goes_back_before_there_was_rest() -> None:
     assert seen(balance, back, from_s=ordered_s + RULES.rest_s, to_s=ordered_s + RULES.rest_s + 4)
 
 
+def test_refusals_count_for_the_pool_that_had_no_place() -> None:
+    full = replace(pools(8, 8, Demand(prefill=6.0, decode=7.5)), refused=6.0)
+    switches = seen(RoleBalance(RULES), full, from_s=0.0, to_s=60.0)
+    assert {switch.role for switch in switches} == {Role.DECODE}
+    assert switches[0].demand.decode == pytest.approx(13.5)
+
+
 def test_a_wish_that_passes_starts_anew() -> None:
     rules = replace(RULES, memory_s=0.01)
     balance = RoleBalance(rules)
@@ -146,10 +153,10 @@ def decoding(jobs: int, tokens: int, waiting_tokens: int = 0) -> InstanceView:
 
 def test_kv_is_counted_as_if_the_instance_ran_full() -> None:
     """Ten times the KV makes steps three times as long: what is a tenth now would be three tenths."""
-    share = kv_demand(IDLE, [decoding(4, 1000)], [], COST, 10, 30.0)
+    share = kv_demand([decoding(4, 1000)], [], COST, 10)
     assert share == pytest.approx(0.1 * (0.02 + 10_000 * 0.00002) / (0.02 + 1000 * 0.00002))
-    assert kv_demand(IDLE, [decoding(40, 10_000)], [], COST, 10, 30.0) == pytest.approx(1.0)
-    assert kv_demand(IDLE, [], [], COST, 10, 30.0) == 0.0
+    assert kv_demand([decoding(40, 10_000)], [], COST, 10) == pytest.approx(1.0)
+    assert kv_demand([], [], COST, 10) == 0.0
 
 
 def test_kv_that_waits_counts_and_prompts_that_are_not_computed_do_not() -> None:
@@ -157,12 +164,13 @@ def test_kv_that_waits_counts_and_prompts_that_are_not_computed_do_not() -> None
         instance_id=InstanceId("p0"), node_id=NodeId("n0"), blocks_total=10, blocks_available=10,
         queue=(QueuedPrompt(tokens=2_000, prefill_s=2.0),),
     )  # fmt: skip
-    assert kv_demand(IDLE, [decoding(0, 0, 7_000)], [prompts], COST, 10, 30.0) == pytest.approx(0.5)
+    assert kv_demand([decoding(0, 0, 7_000)], [prompts], COST, 10) == pytest.approx(0.5)
 
 
 def test_what_was_refused_for_want_of_a_pool_is_asked_of_it() -> None:
     came = Came(prefill_s=0.0, refused_kv_tokens=100.0)
-    assert kv_demand(came, [decoding(0, 0)], [], COST, 10, 30.0) == pytest.approx(0.3)
+    assert refused_kv_demand(came, [decoding(0, 0)], 10, 30.0) == pytest.approx(0.3)
+    assert refused_kv_demand(came, [], 10, 30.0) == 0.0
     assert refused_demand(contended("ttft_objective")) is Role.PREFILL
     assert refused_demand(contended("tbt_objective")) is Role.DECODE
     assert refused_demand(contended("kv_in_progress")) is Role.DECODE

@@ -23,6 +23,7 @@ from mooncake_mesh.policy.roles import (
     kv_demand,
     prompt_demand,
     refused_demand,
+    refused_kv_demand,
 )
 from mooncake_mesh.policy.views import InstanceView, Objectives, RequestShape
 from mooncake_proto.control import Health, Role, SwitchRole, WorkerRole
@@ -141,8 +142,9 @@ class RoleKeeper:
             candidates=candidates,
             demand=Demand(
                 prefill=prompt_demand(came, prefill, now_s, self._ttft_s),
-                decode=kv_demand(came, decode, prefill, self._roster.cost, block_tokens, self._roster.decode_s),
+                decode=kv_demand(decode, prefill, self._roster.cost, block_tokens),
             ),
+            refused=refused_kv_demand(came, decode, block_tokens, self._roster.decode_s),
         )
 
     def _give_up(self, now_s: float) -> None:

@@ -2,9 +2,9 @@
 
 What both pools are asked for is measured in instances, as :mod:`~mooncake_mesh.policy.sizing` counts it, so that what
 stationary traffic leads to is what sizing says of it: prompts by the prefill time that comes in a second, and by what
-is queued for longer than half of the TTFT objective; decoding by the KV in progress against what an instance runs at a time within the TBT
-objective, as much of it as there would be if instances ran full, and by the KV that waits. What is refused for want of
-one pool is asked of it all the same: an overloaded pool shows no other sign of how much it lacks.
+is queued for longer than half of the TTFT objective; decoding by the KV in progress against what an instance runs at a
+time within the TBT objective, as much of it as there would be if instances ran full, and by the KV that waits. What is
+refused for want of one pool is asked of it all the same: an overloaded pool shows no other sign of how much it lacks.
 
 A wish must last before anything is ordered, and no instance goes back the way others came for a while. A large
 imbalance moves several at once, up to a share of the mesh: who switches serves nobody until it has drained.
@@ -42,7 +42,7 @@ class RoleRules:
     memory_s: float = 30.0
     sustained_s: float = 10.0
     rest_s: float = 60.0
-    margin: float = 0.3
+    margin: float = 0.4
     least_load: float = 0.6
     in_flight_share: float = 0.25
 
@@ -87,7 +87,8 @@ class Candidate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
     """The mesh at ``now_s``. ``prefill`` and ``decode`` instances serve; those that switch are to come to a pool, and
-    count there only. ``demand`` is as it is now, not smoothed."""
+    count there only. ``demand`` is as it is now, not smoothed, without what decoding was asked for and ``refused``, in
+    instances too."""
 
     now_s: float
     prefill: int
@@ -96,6 +97,7 @@ class Pools:
     to_decode: int
     candidates: Sequence[Candidate]
     demand: Demand
+    refused: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +136,8 @@ class RoleBalance:
     def __init__(self, rules: RoleRules) -> None:
         self._rules = rules
         self._demand = Demand(prefill=0.0, decode=0.0)
-        self._prompts, self._kv, self._kv_lately = (
-            _Memory(rules.memory_s),
-            _Memory(rules.memory_s),
-            _Memory(rules.memory_s * _LATELY),
-        )
+        self._prompts, self._refused, self._kv = (_Memory(rules.memory_s) for _ in range(3))
+        self._kv_lately = _Memory(rules.memory_s * _LATELY)
         self._seen_s: float | None = None
         self._wish: Role | None = None
         self._wished_s = 0.0
@@ -180,14 +179,15 @@ class RoleBalance:
         ]
 
     def _remember(self, pools: Pools) -> None:
-        """Prompts come in bursts, so what they ask for is a mean. KV is a sum over time, and says where it goes: while
-        it grows, what it will come to counts, as instances take a while to be there."""
+        """Prompts and refusals come in bursts, so what they ask for is a mean. KV is a sum over time, and says where it
+        goes: while it grows, what it will come to counts, as instances take a while to be there."""
         elapsed_s = 0.0 if self._seen_s is None else pools.now_s - self._seen_s
         self._seen_s = pools.now_s
         prefill = self._prompts.with_seen(pools.demand.prefill, elapsed_s)
         kv = self._kv.with_seen(pools.demand.decode, elapsed_s)
         lately = self._kv_lately.with_seen(pools.demand.decode, elapsed_s)
-        self._demand = Demand(prefill=prefill, decode=lately + max(0.0, lately - kv))
+        refused = self._refused.with_seen(pools.refused, elapsed_s)
+        self._demand = Demand(prefill=prefill, decode=lately + max(0.0, lately - kv) + refused)
 
     def _wished(self, n_prefill: int, n_decode: int) -> Role | None:
         """The pool that has too few, if that is beyond the margin and it needs them."""
@@ -232,25 +232,25 @@ def prompt_demand(came: Came, prefill: Sequence[InstanceView], now_s: float, ttf
 
 
 def kv_demand(
-    came: Came,
-    decode: Sequence[InstanceView],
-    prefill: Sequence[InstanceView],
-    cost: StepCost,
-    block_tokens: int,
-    decode_s: float,
+    decode: Sequence[InstanceView], prefill: Sequence[InstanceView], cost: StepCost, block_tokens: int
 ) -> float:
-    """Decode instances that KV keeps busy, each for *decode_s*.
-
-    Prompts that are not computed yet do not count: they are asked of *prefill*; what waits at decoding beyond them
-    does.
-    """
-    capacity = sum(_limit_tokens(instance, block_tokens) for instance in decode)
-    if not capacity:
-        return 0.0
+    """Decode instances that KV keeps busy. Prompts that are not computed yet do not count: they are asked of
+    *prefill*; what waits at decoding beyond them does."""
     running = sum(_running(instance, cost, block_tokens) for instance in decode)
     queued_tokens = sum(prompt.tokens for instance in prefill for prompt in instance.queue)
     held_tokens = max(0, sum(instance.waiting_tokens for instance in decode) - queued_tokens)
-    return running + (held_tokens + came.refused_kv_tokens * decode_s) * len(decode) / capacity
+    return running + _instances(held_tokens, decode, block_tokens)
+
+
+def refused_kv_demand(came: Came, decode: Sequence[InstanceView], block_tokens: int, decode_s: float) -> float:
+    """Decode instances that KV would keep busy for *decode_s* for which there was no place."""
+    return _instances(came.refused_kv_tokens * decode_s, decode, block_tokens)
+
+
+def _instances(tokens: float, decode: Sequence[InstanceView], block_tokens: int) -> float:
+    """How many of *decode* that much KV fills."""
+    capacity = sum(_limit_tokens(instance, block_tokens) for instance in decode)
+    return tokens * len(decode) / capacity if capacity else 0.0
 
 
 def _running(instance: InstanceView, cost: StepCost, block_tokens: int) -> float:
