@@ -14,7 +14,7 @@ from typing import Final
 
 from rich.console import Console
 
-from bench.paper_beyond import NOT_RUN, b1_b2_sizing
+from bench.paper_beyond import b1_b2_sizing, b3_hybrid_decode
 from bench.paper_cache import RunCache
 from bench.paper_overload import a8_early_rejection, b4_queue_order, b5_b6_hold
 from bench.paper_plots import draw_report
@@ -43,6 +43,7 @@ EXPERIMENTS: Final[dict[str, Callable[[Bench], None]]] = {
     "A7": a7_global_cache,
     "A8": a8_early_rejection,
     "B1": b1_b2_sizing,
+    "B3": b3_hybrid_decode,
     "B4": b4_queue_order,
     "B5": b5_b6_hold,
     "B7": b7_dynamic_roles,
@@ -85,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if requests:
         report.note("The aims are for whole workloads: the first requests of one meet cold caches and an empty mesh.")
-    report.note(NOT_RUN)
     report.finish(args)
     pictures = []
     if args.plot:

@@ -140,8 +140,10 @@ class _Run:
             seed=setup.seed,
         )
         self._holders: dict[str, SimNode] = {}
-        self._prefill = [self._first_prefill(i) for i in range(setup.prefill)]
-        self._decode = [self._first_decode(i) for i in range(setup.decode or 1)]
+        prefill = [(self._node(f"p{i:03d}", setup.pool_blocks), f"prefill{i:03d}") for i in range(setup.prefill)]
+        self._prefill = [self._prefill_shell(node, name) for node, name in prefill]
+        decode = [(self._node(f"d{i:03d}", setup.landing_blocks), f"decode{i:03d}") for i in range(setup.decode or 1)]
+        self._decode = [self._decode_shell(node, name) for node, name in decode]
         self._fleet = Fleet.of(self._prefill, self._decode)
         self._prefill_of, self._decode_of = self._fleet.prefill_of, self._fleet.decode_of
         self._switches: RoleSwitches | None = None
@@ -154,7 +156,7 @@ class _Run:
                 prefill=self._prefill_shell,
                 decode=self._decode_shell,
             )
-        self._records = [_record(i, request, setup.block_tokens) for i, request in enumerate(requests)]
+        self._records = [RequestRecord.of(i, request, setup.block_tokens) for i, request in enumerate(requests)]
         self._samples: list[LoadSample] = []
         self._open = 0
         self._arrived = 0
@@ -193,12 +195,6 @@ class _Run:
         self._holders[node.endpoint] = node
         return node
 
-    def _first_prefill(self, i: int) -> PrefillShell:
-        return self._prefill_shell(self._node(f"p{i:03d}", self._setup.pool_blocks), f"prefill{i:03d}")
-
-    def _first_decode(self, i: int) -> DecodeShell:
-        return self._decode_shell(self._node(f"d{i:03d}", self._setup.landing_blocks), f"decode{i:03d}")
-
     def _prefill_shell(self, node: SimNode, name: str) -> PrefillShell:
         setup = self._setup
         return PrefillShell(
@@ -223,8 +219,10 @@ class _Run:
             longest_window_steps=setup.longest_window_steps,
             batch_blocks=setup.batch_blocks,
             shares=setup.decode_shares,
+            holders=self._holders,
             on_room=self._send,
             on_granted=self._first_token,
+            on_prompt_computed=self._prompt_computed,
             on_refused=self._refused,
             on_finished=self._finished,
             on_preempted=self._preempt,
@@ -318,10 +316,14 @@ class _Run:
 
     def _start(self, flight: Flight) -> None:
         self._open += 1
+        decode = self._decode_of[flight.placement.decode.instance_id]
+        decode.node.placed_s = self._clock.now_s
+        if flight.is_inline:
+            decode.submit(flight, flight.request.output_tokens)
+            return
         self._prefill_of[flight.placement.prefill.instance_id].node.placed_s = self._clock.now_s
-        self._decode_of[flight.placement.decode.instance_id].node.placed_s = self._clock.now_s
         if self._draws_more(flight):
-            self._decode_of[flight.placement.decode.instance_id].submit(flight, flight.request.output_tokens)
+            decode.submit(flight, flight.request.output_tokens)
         prefill = self._prefill_of[flight.placement.prefill.instance_id]
         prefill.submit(flight, self._setup.max_new_tokens)
 
@@ -349,6 +351,12 @@ class _Run:
             if flight.gate is None:
                 self._first_token(flight)
             self._perhaps_land(flight)
+
+    def _prompt_computed(self, flight: Flight) -> None:
+        """On the decode instance: nothing is sent."""
+        flight.is_computed = True
+        if flight.gate is None:
+            self._first_token(flight)
 
     def _refused(self, flight: Flight, reason: str) -> None:
         """Its KV was there, and no place for it: placed elsewhere, as the gateway does it, if anybody has one now."""
@@ -396,13 +404,3 @@ class _Run:
             again.intervals = flight.intervals
             again.last_token_s = flight.last_token_s
             self._start(again)
-
-
-def _record(i: int, request: TraceRequest, block_tokens: int) -> RequestRecord:
-    return RequestRecord(
-        index=i,
-        arrival_s=request.arrival_s,
-        input_tokens=request.input_tokens,
-        output_tokens=request.output_tokens,
-        input_blocks=-(-request.input_tokens // block_tokens),
-    )

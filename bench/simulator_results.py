@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from bench.traces import TraceRequest
+
 _LONGEST_SHARE: Final = 0.1
 
 
@@ -47,6 +49,17 @@ class RequestRecord:
     finished_s: float = math.nan
     tbt_s: float = math.nan
     tbt_mean_s: float = math.nan
+
+    @classmethod
+    def of(cls, index: int, request: TraceRequest, block_tokens: int) -> "RequestRecord":
+        """Of a request that has not come yet."""
+        return cls(
+            index=index,
+            arrival_s=request.arrival_s,
+            input_tokens=request.input_tokens,
+            output_tokens=request.output_tokens,
+            input_blocks=-(-request.input_tokens // block_tokens),
+        )
 
     @property
     def ttft_s(self) -> float:

@@ -77,7 +77,7 @@ class RoleSwitches:
             if isinstance(order.message, SwitchRole) and shell is not None and _role(shell) is not order.message.role:
                 self._draining[shell.member.instance_id] = shell
         for instance_id, shell in list(self._draining.items()):
-            if not shell.n_jobs:
+            if not (shell.flights if isinstance(shell, PrefillShell) else shell.core.n_jobs):
                 del self._draining[instance_id]
                 self._switch(shell)
 

@@ -226,7 +226,7 @@ class PrefillJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InlinePrefill:
-    """A decode worker computes the prompt itself: ``chunk_tokens`` of it, whole blocks, before each step at most.
+    """A decode worker computes the prompt itself: ``chunk_tokens`` of it before each step at most.
 
     The other fields are as in PrefillJob.
     """

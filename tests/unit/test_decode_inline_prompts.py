@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from mooncake_mesh.decode.core import DecodeCore
-from mooncake_mesh.decode.inline_prompts import InlinePrompts, PromptEnd
+from mooncake_mesh.decode.inline_prompts import InlinePrompts, PromptEnd, first_token
 from mooncake_mesh.decode.sequences import DecodeSequence
 from mooncake_mesh.engine.api import Drawn, Engine, PrefillChunk
 from mooncake_mesh.errors import Aborted, InternalError, MooncakeError, PeerUnreachable
@@ -118,7 +118,7 @@ def test_chunks_follow_the_cached_prefix_and_the_last_one_draws() -> None:
     assert [(seal.first_block, len(seal.keys) // 16) for seal in station.seals] == [(1, 2), (3, 2)]
     assert b"".join(seal.keys for seal in station.seals) == one.job.keys[16:]
     assert isinstance(end.result, Drawn)
-    first = end.prompt.first_token(end.result, None, end.prompt.started_s + 2.0)
+    first = first_token(end.prompt, end.result, None, end.prompt.started_s + 2.0)
     assert (first.token, first.position, first.cached_tokens) == (7, 3, 16)
     assert first.prefill_s == pytest.approx(2.0)
 

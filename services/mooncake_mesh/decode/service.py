@@ -26,7 +26,7 @@ import structlog
 from mooncake_mesh.config import DecodeConfig
 from mooncake_mesh.decode.acquiring import blocks_request
 from mooncake_mesh.decode.core import DecodeCore
-from mooncake_mesh.decode.inline_prompts import InlinePrompts, PromptEnd
+from mooncake_mesh.decode.inline_prompts import InlinePrompts, PromptEnd, first_token
 from mooncake_mesh.decode.sequences import DecodeSequence, NewToken, QueueFull
 from mooncake_mesh.decode.slots import DecodeSlots
 from mooncake_mesh.engine.api import Drawn, Engine
@@ -143,8 +143,6 @@ class DecodeService:
         longest = self._engine.spec.max_context_tokens
         if length > longest:
             raise InvalidRequest(f"{length} tokens exceed the context of {longest}", param="stopping.max_new_tokens")
-        if job.inline_prefill is not None and job.inline_prefill.chunk_tokens % self._layout.block_tokens:
-            raise InvalidRequest("chunks must be whole blocks", param="inline_prefill.chunk_tokens")
 
     def _prefill_done(self, done: PrefillDone, _: Caller) -> None:
         self._core.first_token(done.job_id, done.token)
@@ -306,7 +304,7 @@ class DecodeService:
             chunk_tokens=prompt.chunk_tokens,
         )
         finish = self._core.prefilled(sequence, prompt.blocks, drawn.token)
-        self._post(sequence.job.stream_endpoint, prompt.first_token(drawn, finish, monotonic()))
+        self._post(sequence.job.stream_endpoint, first_token(prompt, drawn, finish, monotonic()))
         if finish is not None:
             self._tasks.create_task(self._close(sequence))
 
