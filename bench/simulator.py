@@ -144,18 +144,16 @@ class _Run:
         self._prefill = [self._prefill_shell(node, name) for node, name in prefill]
         decode = [(self._node(f"d{i:03d}", setup.landing_blocks), f"decode{i:03d}") for i in range(setup.decode or 1)]
         self._decode = [self._decode_shell(node, name) for node, name in decode]
-        self._fleet = Fleet.of(self._prefill, self._decode)
-        self._prefill_of, self._decode_of = self._fleet.prefill_of, self._fleet.decode_of
-        self._switches: RoleSwitches | None = None
-        if setup.can_switch:
-            self._switches = RoleSwitches(
-                self._fleet,
-                self._clock,
-                self._conductor,
-                setup.switch_s,
-                prefill=self._prefill_shell,
-                decode=self._decode_shell,
-            )
+        fleet = Fleet.of(self._prefill, self._decode)
+        self._prefill_of, self._decode_of = fleet.prefill_of, fleet.decode_of
+        self._roles = RoleSwitches(
+            fleet,
+            self._clock,
+            self._conductor,
+            setup.switch_s if setup.can_switch else None,
+            prefill=self._prefill_shell,
+            decode=self._decode_shell,
+        )
         self._records = [RequestRecord.of(i, request, setup.block_tokens) for i, request in enumerate(requests)]
         self._samples: list[LoadSample] = []
         self._open = 0
@@ -176,7 +174,7 @@ class _Run:
             preempted=self._preempted,
             events=self._clock.events,
             transferred_bytes=sum(node.link.sent_bytes for node in self._holders.values()),
-            switched=self._switches.total if self._switches is not None else 0,
+            switched=self._roles.total,
         )
 
     # --- the nodes ----------------------------------------------------------------------------------------------------
@@ -235,11 +233,7 @@ class _Run:
         return self._arrived == len(self._requests) and not self._open
 
     def _beat(self) -> None:
-        for shell in self._fleet.shells():
-            load = shell.load() if self._switches is None else self._switches.load(shell)
-            shell.node.beat(shell.member, load)
-        if self._switches is not None:
-            self._switches.step()
+        self._roles.beat()
         if not self._is_over:
             self._clock.at(self._clock.now_s + self._setup.heartbeat_s, self._beat)
 

@@ -12,7 +12,7 @@ from bench.simulator_decode import DecodeShell
 from bench.simulator_node import INCARNATION, SimNode
 from bench.simulator_prefill import PrefillShell
 from mooncake_mesh.conductor.core import ConductorCore
-from mooncake_proto.control import Load, SwitchRole, WorkerRole
+from mooncake_proto.control import SwitchRole, WorkerRole
 from mooncake_proto.ids import InstanceId
 
 Shell = PrefillShell | DecodeShell
@@ -42,14 +42,15 @@ class Fleet:
 
 
 class RoleSwitches:
-    """What becomes of the conductor's orders. A new role takes *switch_s* from the end of the old one."""
+    """The beats of a fleet, and what becomes of the conductor's orders. A new role takes *switch_s* from the end of the
+    old one; None: there are no orders."""
 
     def __init__(
         self,
         fleet: Fleet,
         clock: VirtualClock,
         conductor: ConductorCore,
-        switch_s: float,
+        switch_s: float | None,
         *,
         prefill: Callable[[SimNode, str], PrefillShell],
         decode: Callable[[SimNode, str], DecodeShell],
@@ -63,12 +64,16 @@ class RoleSwitches:
         self._draining: dict[InstanceId, Shell] = {}
         self.total = 0
 
-    def load(self, shell: Shell) -> Load:
-        """What an instance reports."""
-        load = shell.load()
-        return replace(load, draining=True) if shell.member.instance_id in self._draining else load
+    def beat(self) -> None:
+        """Let all tell the conductor how they are, and where there may be orders let it think about them."""
+        for shell in self._fleet.shells():
+            load = shell.load()
+            is_draining = shell.member.instance_id in self._draining
+            shell.node.beat(shell.member, replace(load, draining=True) if is_draining else load)
+        if self._switch_s is not None:
+            self._step(self._switch_s)
 
-    def step(self) -> None:
+    def _step(self, switch_s: float) -> None:
         """Let time pass at the conductor; begin what it orders, and end what has drained."""
         self._conductor.expire(self._clock.now_s)
         by_endpoint = {shell.member.endpoint: shell for shell in self._fleet.shells()}
@@ -79,9 +84,9 @@ class RoleSwitches:
         for instance_id, shell in list(self._draining.items()):
             if not (shell.flights if isinstance(shell, PrefillShell) else shell.core.n_jobs):
                 del self._draining[instance_id]
-                self._switch(shell)
+                self._switch(shell, switch_s)
 
-    def _switch(self, shell: Shell) -> None:
+    def _switch(self, shell: Shell, switch_s: float) -> None:
         name, node = shell.member.instance_id, shell.node
         self._conductor.goodbye(name, INCARNATION)
         if isinstance(shell, PrefillShell):
@@ -99,7 +104,7 @@ class RoleSwitches:
                 self._fleet.prefill.append(prefill)
 
         self.total += 1
-        self._clock.at(self._clock.now_s + self._switch_s, back)
+        self._clock.at(self._clock.now_s + switch_s, back)
 
 
 def _role(shell: Shell) -> WorkerRole:
