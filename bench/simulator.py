@@ -20,6 +20,7 @@ from bench.simulator_results import GiveUp, LoadSample, RequestRecord, RunResult
 from bench.simulator_roles import Fleet, RoleSwitches
 from bench.traces import BLOCK_TOKENS, TraceRequest
 from mooncake_mesh.conductor.core import ConductorCore
+from mooncake_mesh.config_scheduling import HybridDecodeKind
 from mooncake_mesh.kv.block_hash import join_keys
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.prefix_index import PrefixIndex
@@ -77,18 +78,23 @@ class MeshSetup:
     @property
     def landing_blocks(self) -> int:
         """Blocks in which a decode node takes KV in: of its VRAM, and of its host memory where a gate keeps the batch
-        within VRAM. Without a TBT objective there is no gate."""
+        within VRAM, or much less than VRAM holds is decoded, as prompts are computed there as well."""
         if self.can_switch:
             return self.pool_blocks
-        tokens = self.kind.vram_kv_tokens + (0 if self.objectives.tbt_s is None else self.kind.dram_kv_tokens)
+        tokens = self.kind.vram_kv_tokens + (self.kind.dram_kv_tokens if self._lands_in_host_memory else 0)
         return self.decode_blocks or tokens // self.block_tokens
 
     @property
     def batch_blocks(self) -> int:
         """Blocks of KV that a decode node runs at a time: what its VRAM holds, less what a full batch grows by."""
-        if self.decode_blocks or self.objectives.tbt_s is None:
+        if self.decode_blocks or not self._lands_in_host_memory:
             return 0
         return int(self.kind.vram_kv_tokens * _BATCH_SHARE) // self.block_tokens
+
+    @property
+    def _lands_in_host_memory(self) -> bool:
+        """Without a TBT objective there is no gate."""
+        return self.objectives.tbt_s is not None or self.scheduling.hybrid_decode is HybridDecodeKind.AUTO
 
     def __post_init__(self) -> None:
         if self.prefill < 1 or self.decode < 0:

@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Final, cast
 
 from bench.simulator_node import INCARNATION
 from bench.simulator_results import Interval, RequestRecord, longest_mean_s, mean_s
 from bench.traces import TraceRequest
 from mooncake_proto.ids import InstanceId, JobId, TransferId
 from mooncake_proto.serving import DecodeGate, DecodeJob, InlinePrefill, Placement, Sampling, Stopping
+
+_ZEROS: Final = memoryview(bytes(1 << 20))
 
 
 @dataclass(slots=True)
@@ -48,7 +51,7 @@ class Flight:
     @property
     def is_inline(self) -> bool:
         """Whether its decode instance computes its prompt."""
-        return self.placement.inline_chunk_tokens is not None
+        return self.placement.inline_step is not None
 
     def prompt_begun(self, *, cached_tokens: int, queue_s: float, block_tokens: int) -> None:
         """Its prompt is computed from now on, but for *cached_tokens*."""
@@ -72,14 +75,19 @@ class Flight:
         self.record.tbt_mean_s = mean_s(self.intervals)
 
 
+def zero_tokens(n: int) -> bytes:
+    """*n* packed tokens that nobody reads: a view, since an overloaded mesh has gigabytes of prompts in its queues."""
+    return cast("bytes", _ZEROS[: 4 * n]) if 4 * n <= len(_ZEROS) else bytes(4 * n)
+
+
 def decode_job(flight: Flight, output_tokens: int, now_s: float) -> DecodeJob:
     """What the gateway sends the decode worker: *output_tokens* are drawn in all, and tokens are zeros."""
     gate, ttft_slo_s = flight.gate, flight.placement.ttft_slo_s
     left_s = None if ttft_slo_s is None else max(0.0, flight.record.arrival_s + ttft_slo_s - now_s)
     inline = None
-    if flight.placement.inline_chunk_tokens is not None:
+    if flight.placement.inline_step is not None:
         inline = InlinePrefill(
-            chunk_tokens=flight.placement.inline_chunk_tokens,
+            step=flight.placement.inline_step,
             fetch_from=flight.placement.fetch_from,
             fetch_prefix_blocks=flight.placement.fetch_prefix_blocks,
         )
@@ -87,7 +95,7 @@ def decode_job(flight: Flight, output_tokens: int, now_s: float) -> DecodeJob:
         job_id=flight.job_id,
         transfer_id=TransferId(f"kv-{flight.job_id}"),
         incarnation=INCARNATION,
-        tokens=bytes(4 * flight.prompt_tokens),
+        tokens=zero_tokens(flight.prompt_tokens),
         keys=flight.keys,
         key_root=bytes(16),
         sampling=Sampling(temperature=0.0),

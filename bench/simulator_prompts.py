@@ -50,9 +50,9 @@ class InlineShell:
         if source is None or not self._node.fetch(source, request, lambda: self._node.acquire(request, acquired)):
             self._node.acquire(request, acquired)
 
-    def begin(self) -> InlinePrompt | None:
-        """Whose chunks are computed from now on, if anybody's."""
-        return self._line.begin(self._node.clock.now_s) if self._line else None
+    def begin(self, sequences: int, context_tokens: int) -> InlinePrompt | None:
+        """Whose chunks are computed from now on with such steps, if anybody's."""
+        return self._line.begin(self._node.clock.now_s, sequences, context_tokens) if self._line else None
 
     def computed(self, window: Window, chunks: int) -> InlinePrompt | None:
         """The chunks of *window* are: the prompt, if that was its end. All its blocks can be found then."""

@@ -94,5 +94,5 @@ def window_of(
     chunk, start = prompt.next_tokens, prompt.computed_tokens
     first_s = kind.mixed_step_s(sequences, context, chunk, start)
     growth_s = kind.mixed_step_s(sequences, context + sequences, chunk, start + chunk) - first_s
-    alike = max(1, prompt.left_tokens // prompt.chunk_tokens)
+    alike = max(1, min(prompt.stretch, prompt.left_tokens // prompt.chunk_tokens))
     return Window(start_s, first_s, growth_s, sequences, context, chunk), alike

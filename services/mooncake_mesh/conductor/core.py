@@ -11,9 +11,10 @@ from typing import Final
 
 from mooncake_mesh.conductor.decision_log import DecisionLog
 from mooncake_mesh.conductor.orders import Orders
+from mooncake_mesh.conductor.placed_work import PlacedWork
 from mooncake_mesh.conductor.replicator import Replicator
 from mooncake_mesh.conductor.role_keeper import RoleKeeper
-from mooncake_mesh.conductor.roster import WORKERS, PlacedWork, Roster
+from mooncake_mesh.conductor.roster import WORKERS, Roster
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.kv.event_stream import FeedRefused, NodeFeed
 from mooncake_mesh.kv.prefix_index import PrefixIndex
@@ -275,7 +276,7 @@ class ConductorCore:
             read_limit_blocks=placed.read_limit_blocks,
             prefill_est_s=prefill_s,
             ttft_slo_s=None if is_batch(request.priority) else self._objectives.ttft_s,
-            inline_chunk_tokens=placed.inline_chunk_tokens,
+            inline_step=placed.inline_step,
         )
 
     def _rejected(self, request: Schedule, reason: str, *, unavailable: bool, retry_after_s: float) -> Rejected:

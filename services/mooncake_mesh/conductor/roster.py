@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from mooncake_mesh.conductor.placed_work import PlacedWork
 from mooncake_mesh.conductor.reckoning import QueueReckoning
 from mooncake_mesh.conductor.snapshots import (
     NodeRoom,
     Pending,
+    PromptQueue,
     PromptTimes,
     decode_view,
     node_room,
@@ -24,8 +26,7 @@ from mooncake_mesh.mesh.peers import Lease, PeerTable
 from mooncake_mesh.policy.admission import TBT_SHARE
 from mooncake_mesh.policy.correction import Correction
 from mooncake_mesh.policy.cost_model import CopyCorrected, CostModel, KindFactors
-from mooncake_mesh.policy.decisions import Placed
-from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
+from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives
 from mooncake_proto.control import EstimateQuality, Health, Member, Role
 from mooncake_proto.ids import InstanceId, NodeId
 
@@ -40,44 +41,6 @@ COPIES: Final = InstanceId("copies")
 """Under which name the estimates of copies between nodes are told."""
 
 _S = TypeVar("_S")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedWork:
-    """One placed request as far as its load goes.
-
-    ``copy_from`` names whose link is taken, for ``copy_bytes``, and ``read_from`` whose disk, for ``read_bytes``.
-    """
-
-    prefill: InstanceId
-    uncached_tokens: int
-    cached_tokens: int
-    decode: InstanceId
-    decode_blocks: int
-    ttft_s: float
-    priority: int = 0
-    copy_from: NodeId | None = None
-    copy_bytes: int = 0
-    read_from: NodeId | None = None
-    read_bytes: int = 0
-
-    @classmethod
-    def of(cls, shape: RequestShape, placed: Placed) -> "PlacedWork":
-        cached_blocks = max(placed.local_prefix_blocks, placed.fetch_prefix_blocks)
-        copied_blocks = max(0, placed.fetch_prefix_blocks - placed.local_prefix_blocks)
-        return cls(
-            prefill=placed.prefill,
-            uncached_tokens=shape.prompt_tokens - cached_blocks * shape.block_tokens,
-            cached_tokens=cached_blocks * shape.block_tokens,
-            decode=placed.decode,
-            decode_blocks=shape.blocks_for(shape.prompt_tokens),  # what the messenger will report; growth comes later
-            ttft_s=placed.ttft_est_s,
-            priority=shape.priority,
-            copy_from=placed.fetch_node,
-            copy_bytes=copied_blocks * shape.block_bytes,
-            read_from=placed.read_node,
-            read_bytes=placed.read_blocks * shape.block_bytes,
-        )
 
 
 @dataclass(slots=True)
@@ -107,6 +70,7 @@ class Roster:
         self._messengers: dict[NodeId, InstanceId] = {}
         self._pending: defaultdict[InstanceId, deque[Pending]] = defaultdict(deque)
         self._queues: defaultdict[InstanceId, QueueReckoning] = defaultdict(QueueReckoning)
+        self._reports: dict[InstanceId, tuple[Lease, float, PromptQueue]] = {}  # as of that lease and pace
         self._last_placed: dict[InstanceId, int] = {}
         self._n_placed = 0
         self._corrections: dict[InstanceId, Correction] = {}
@@ -147,6 +111,7 @@ class Roster:
         """A member died or left."""
         self._pending.pop(instance_id, None)
         self._queues.pop(instance_id, None)
+        self._reports.pop(instance_id, None)
         self._last_placed.pop(instance_id, None)
         self._corrections.pop(instance_id, None)
         self._seen.pop(instance_id, None)
@@ -256,7 +221,8 @@ class Roster:
         last_placed = self._last_placed.get(member.instance_id, 0)
         if member.role is Role.PREFILL:
             until_s = self._queues[member.instance_id].busy_until_s
-            return prefill_view(lease, room, pending, self._times, pace, busy_until_s=until_s, last_placed=last_placed)
+            reported = self._reported(lease, pace)
+            return prefill_view(lease, room, reported, pending, pace, busy_until_s=until_s, last_placed=last_placed)
         return decode_view(
             lease,
             room,
@@ -331,11 +297,19 @@ class Roster:
         known = [span_s for span_s in self._decode_spans_s.values() if span_s > 0]
         self._decode_s = sum(known) / len(known) if known else 0.0
 
+    def _reported(self, lease: Lease, pace: float) -> PromptQueue:
+        """The queue of a report, made once: between two beats only what is placed behind it changes."""
+        instance_id = lease.member.instance_id
+        known = self._reports.get(instance_id)
+        if known is None or known[0] is not lease or known[1] != pace:
+            known = self._reports[instance_id] = (lease, pace, reported_queue(lease.load, self._times, pace))
+        return known[2]
+
     def _reckon(self, lease: Lease, now_s: float) -> None:
         """Hold a prefill instance's report against its placements; those that it counts are pending no more."""
         instance_id, load = lease.member.instance_id, lease.load
         pace, pending = self.pace(instance_id), self._pending[instance_id]
-        queued_s = [prompt.prefill_s for prompt in reported_queue(load, self._times, pace)]
+        queued_s = self._reported(lease, pace).reported_s
         unseen_s = [work.prefill_s for work in pending]
         for _ in range(self._queues[instance_id].reported(queued_s, load.prefill_elapsed_s, unseen_s, now_s)):
             pending.popleft()

@@ -11,6 +11,7 @@ from mooncake_mesh.decode.prompt_line import InlinePrompt, PromptLine
 from mooncake_mesh.decode.sequences import DecodeSequence
 from mooncake_mesh.engine.api import Drawn, Engine, PrefillChunk, SampleRequest
 from mooncake_mesh.errors import InternalError, MooncakeError
+from mooncake_mesh.policy.decode_gate import Batch
 from mooncake_mesh.policy.stopping import banned_tokens
 from mooncake_mesh.worker.station import Station
 from mooncake_proto.serving import FinishReason, FirstToken
@@ -57,9 +58,9 @@ class InlinePrompts:
         tells."""
         return self._line.drop(sequence)
 
-    def start(self) -> "asyncio.Future[Drawn | None]":
-        """Compute the next chunk of the oldest prompt on the engine thread."""
-        prompt = self._line.begin(monotonic())
+    def start(self, batch: Batch) -> "asyncio.Future[Drawn | None]":
+        """Compute the next chunk of the oldest prompt on the engine thread, before a step of *batch*."""
+        prompt = self._line.begin(monotonic(), batch.jobs, batch.tokens)
         return self._station.on_engine_thread(_forward, self._engine, self._chunk(prompt), prompt.sequence)
 
     async def finish(self, forward: "asyncio.Future[Drawn | None]") -> PromptEnd | None:
@@ -86,7 +87,7 @@ class InlinePrompts:
     def _chunk(self, prompt: InlinePrompt) -> PrefillChunk:
         sequence, start = prompt.sequence, prompt.computed_tokens
         end = start + prompt.next_tokens
-        tokens = sequence.tokens[: sequence.prompt_tokens]
+        tokens = sequence.prompt
         sample = None
         if end == sequence.prompt_tokens:
             job = sequence.job

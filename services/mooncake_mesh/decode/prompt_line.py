@@ -7,21 +7,30 @@ from typing import Final
 
 from mooncake_mesh.decode.sequences import DecodeSequence
 from mooncake_mesh.kv.block_hash import split_keys
+from mooncake_mesh.policy.mixed_step import CHUNK_GRAIN_TOKENS, longest_chunk
 from mooncake_proto.ids import BlockKey
+from mooncake_proto.serving import MixedStep
 
 _NOT_STARTED: Final = -1.0
+
+STRETCH_CHUNKS: Final = 4
+"""So many chunks in a row are equally long, unless the batch changes: the last of them keeps the limit, too."""
 
 
 @dataclass(slots=True, kw_only=True)
 class InlinePrompt:
     """A prompt whose blocks are there; the KV of its first ``computed_tokens``, of which the first ``cached_tokens``
-    were in the pool, is valid in them. ``started_s`` is when its first chunk began."""
+    were in the pool, is valid in them. ``started_s`` is when its first chunk began. Its next ``stretch`` chunks have
+    ``chunk_tokens``, beside ``sequences`` that are decoded."""
 
     sequence: DecodeSequence
     blocks: Sequence[int]
-    chunk_tokens: int
+    step: MixedStep
     cached_tokens: int
     computed_tokens: int
+    chunk_tokens: int = 0
+    stretch: int = 0
+    sequences: int = 0
     started_s: float = _NOT_STARTED
 
     @property
@@ -63,7 +72,7 @@ class PromptLine:
             InlinePrompt(
                 sequence=sequence,
                 blocks=blocks,
-                chunk_tokens=inline.chunk_tokens,
+                step=inline.step,
                 cached_tokens=cached_tokens,
                 computed_tokens=cached_tokens,
             )
@@ -79,9 +88,13 @@ class PromptLine:
                 return True
         return False
 
-    def begin(self, now_s: float) -> InlinePrompt:
-        """The next chunk of the oldest prompt is computed from now on."""
+    def begin(self, now_s: float, sequences: int, context_tokens: int) -> InlinePrompt:
+        """The next chunk of the oldest prompt is computed from now on, with a step of *sequences* that have
+        *context_tokens* of KV."""
         prompt = self._queue[0]
+        if not prompt.stretch or prompt.sequences != sequences:
+            prompt.chunk_tokens = _chunk_tokens(prompt, sequences, context_tokens)
+            prompt.stretch, prompt.sequences = STRETCH_CHUNKS, sequences
         if prompt.started_s == _NOT_STARTED:
             prompt.started_s = now_s
         self._is_computing = True
@@ -91,6 +104,7 @@ class PromptLine:
         """So many chunks of it are computed: the index of the first block that became whole, and the keys of all."""
         prompt = self._queue[0]
         self._is_computing = False
+        prompt.stretch -= chunks
         first = prompt.computed_tokens // self._block_tokens
         prompt.computed_tokens = min(
             prompt.computed_tokens + chunks * prompt.chunk_tokens, prompt.sequence.prompt_tokens
@@ -101,3 +115,13 @@ class PromptLine:
         """The oldest prompt is over, computed or not."""
         self._is_computing = False
         return self._queue.popleft()
+
+
+def _chunk_tokens(prompt: InlinePrompt, sequences: int, context_tokens: int) -> int:
+    """How long the chunks of its next stretch are. One grain at least: it has to end some time."""
+    longest = longest_chunk(prompt.step, sequences, context_tokens, prompt.computed_tokens)
+    more = STRETCH_CHUNKS - 1
+    last_start = min(prompt.computed_tokens + more * longest, max(0, prompt.sequence.prompt_tokens - longest))
+    context_tokens += more * sequences
+    longest = longest_chunk(prompt.step, sequences, context_tokens, max(prompt.computed_tokens, last_start))
+    return max(longest, min(CHUNK_GRAIN_TOKENS, prompt.step.most_tokens))

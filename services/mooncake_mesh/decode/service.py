@@ -282,7 +282,7 @@ class DecodeService:
 
     async def _compute_chunk(self, news: Sequence[tuple[NewToken, Drawn]]) -> None:
         """A chunk of a prompt, while what the step before has brought goes out."""
-        forward = self._prompts.start()
+        forward = self._prompts.start(self._core.batch())
         await asyncio.sleep(0)
         self._settle(news)
         end = await self._prompts.finish(forward)

@@ -215,7 +215,7 @@ class RequestCore:
             gate=gate,
             elapsed_s=now_s - self._started_s,
         )
-        if placement.inline_chunk_tokens is not None:
+        if placement.inline_step is not None:
             self._jobs_at = (placement.decode,)
         else:
             self._jobs_at = (placement.prefill,) if is_single else (placement.prefill, placement.decode)

@@ -10,22 +10,18 @@ Where no time is gained, prompts stay with prefill instances: computing them dis
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import Final
 
 from mooncake_mesh.policy.cost_model import CostModel
+from mooncake_mesh.policy.mixed_step import longest_chunk, mixed_step, step_s
 from mooncake_mesh.policy.prefill_choice import Estimates, PrefillChoice, Source, sources
 from mooncake_mesh.policy.request_class import is_batch
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
+from mooncake_proto.serving import MixedStep
 
-CHUNK_GRAIN_TOKENS: Final = 16
-"""Chunks are as many tokens or a multiple. Blocks can be much longer, and whole ones would leave no fitting chunk."""
-
-LONGEST_CHUNK_TOKENS: Final = 2048
-
-STEP_SHARE: Final = 0.85
-"""Part of the TBT objective that a step with a chunk may take. The rest is for those who join while the prompt is
-computed: its chunks stay as long as they were when it was placed."""
+STEP_SHARE: Final = 0.95
+"""Part of the TBT objective that a step with a chunk may take. The rest is for those whose first step comes later than
+their first token."""
 
 ROOM_SHARE: Final = 0.2
 """Part of the node's blocks that must stay available: those that are decoded grow."""
@@ -36,7 +32,7 @@ class InlineChoice:
     """``prompt.instance`` is the decode instance."""
 
     prompt: PrefillChoice
-    chunk_tokens: int
+    step: MixedStep
 
 
 def longest_step_s(objectives: Objectives) -> float | None:
@@ -76,35 +72,6 @@ def inline_choice(
     return min(found, key=lambda choice: (choice.prompt.ttft_s, choice.prompt.instance.instance_id), default=None)
 
 
-def chunk_tokens_within(
-    limit_s: float, instance: InstanceView, cost: CostModel, *, prompt_tokens: int, cached_tokens: int
-) -> int:
-    """The longest chunk, in whole grains, that takes *limit_s* at most behind all the rest of the prompt, with a step
-    of all that run and wait on *instance* and of one more; 0 if not even one grain does."""
-    uncached = prompt_tokens - cached_tokens
-    fits, beyond = 0, min(ceil(uncached / CHUNK_GRAIN_TOKENS), LONGEST_CHUNK_TOKENS // CHUNK_GRAIN_TOKENS) + 1
-    while beyond - fits > 1:
-        grains = (fits + beyond) // 2
-        tokens = min(grains * CHUNK_GRAIN_TOKENS, uncached)
-        if mixed_step_s(instance, cost, tokens, prompt_tokens - tokens, more=1) <= limit_s:
-            fits = grains
-        else:
-            beyond = grains
-    return fits * CHUNK_GRAIN_TOKENS
-
-
-def mixed_step_s(
-    instance: InstanceView, cost: CostModel, chunk_tokens: int, chunk_start: int, *, more: int = 0
-) -> float:
-    """A step of all that run and wait on *instance*, and of so many *more* sequences, with a chunk."""
-    return instance.factor * cost.mixed_step_s(
-        instance.running_jobs + instance.waiting_jobs + more,
-        instance.running_tokens + instance.waiting_tokens,
-        chunk_tokens,
-        chunk_start,
-    )
-
-
 def _inline(
     request: RequestShape,
     instance: InstanceView,
@@ -117,12 +84,10 @@ def _inline(
     local = estimates.arena.get(instance.node_id, 0)
     used = local if source is None else source.blocks
     cached = used * request.block_tokens
-    chunk_tokens = chunk_tokens_within(
-        step_limit_s, instance, cost, prompt_tokens=request.prompt_tokens, cached_tokens=cached
-    )
-    if not chunk_tokens:
+    step = mixed_step(cost, instance.factor, step_limit_s)
+    own_s = _chunks_s(instance, step, request.prompt_tokens, cached)
+    if own_s is None:
         return None
-    own_s = _chunks_s(instance, cost, request.prompt_tokens, cached, chunk_tokens)
     alone_s = instance.factor * estimates.prefill_s(used)
     ahead_s = estimates.queue_s(instance) * max(1.0, own_s / alone_s if alone_s else 1.0)
     copy_s = 0.0 if source is None else source.wait_s + estimates.copy_s(used - local)
@@ -135,20 +100,21 @@ def _inline(
             fetch_blocks=0 if source is None else source.blocks,
             read_limit_blocks=local if estimates.local.get(instance.node_id, 0) > local else None,
         ),
-        chunk_tokens=chunk_tokens,
+        step=step,
     )
 
 
-def _chunks_s(
-    instance: InstanceView, cost: CostModel, prompt_tokens: int, cached_tokens: int, chunk_tokens: int
-) -> float:
-    """All chunks of a prompt: the whole ones as one in the middle of them, and the last."""
-    whole, rest = divmod(prompt_tokens - cached_tokens, chunk_tokens)
-    last_s = mixed_step_s(instance, cost, rest, prompt_tokens - rest) if rest else 0.0
-    if not whole:
-        return last_s
-    middle = cached_tokens + (whole - 1) * chunk_tokens // 2
-    return whole * mixed_step_s(instance, cost, chunk_tokens, middle) + last_s
+def _chunks_s(instance: InstanceView, step: MixedStep, prompt_tokens: int, cached_tokens: int) -> float | None:
+    """All chunks of a prompt with the steps of what runs on *instance* now, and one more: as if all whole ones were as
+    the one in the middle. None where no chunk fits behind all of it."""
+    sequences, context, uncached = instance.running_jobs + 1, instance.running_tokens, prompt_tokens - cached_tokens
+    if not longest_chunk(step, sequences, context, prompt_tokens):
+        return None
+    middle = cached_tokens + uncached // 2
+    chunk = longest_chunk(step, sequences, context, middle)
+    whole, rest = divmod(uncached, chunk)
+    last_s = step_s(step, sequences, context, rest, prompt_tokens - rest) if rest else 0.0
+    return whole * step_s(step, sequences, context, chunk, middle) + last_s
 
 
 def _has_room(request: RequestShape, instance: InstanceView) -> bool:

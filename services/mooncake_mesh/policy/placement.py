@@ -89,7 +89,7 @@ def place(
         read_node=first.read_node,
         read_blocks=first.read_blocks,
         read_limit_blocks=first.read_limit_blocks,
-        inline_chunk_tokens=None if inline is None else inline.chunk_tokens,
+        inline_step=None if inline is None else inline.step,
     )
     return admission_refusal(request, placed, cluster, cost, objectives, scheduling.admission) or placed
 
