@@ -67,19 +67,14 @@ class MeshSetup:
     switch_s: float = 5.0
 
     @property
-    def can_switch(self) -> bool:
-        return self.scheduling.roles is not None
-
-    @property
     def pool_blocks(self) -> int:
-        """Blocks of a prefill node."""
         return self.prefill_blocks or self.kind.dram_kv_tokens // self.block_tokens
 
     @property
     def landing_blocks(self) -> int:
         """Blocks in which a decode node takes KV in: of its VRAM, and of its host memory where a gate keeps the batch
         within VRAM, or much less than VRAM holds is decoded, as prompts are computed there as well."""
-        if self.can_switch:
+        if self.scheduling.roles is not None:
             return self.pool_blocks
         tokens = self.kind.vram_kv_tokens + (self.kind.dram_kv_tokens if self._lands_in_host_memory else 0)
         return self.decode_blocks or tokens // self.block_tokens
@@ -156,7 +151,7 @@ class _Run:
             fleet,
             self._clock,
             self._conductor,
-            setup.switch_s if setup.can_switch else None,
+            None if setup.scheduling.roles is None else setup.switch_s,
             prefill=self._prefill_shell,
             decode=self._decode_shell,
         )
@@ -194,7 +189,7 @@ class _Run:
             block_tokens=self._setup.block_tokens,
             n_blocks=n_blocks,
             eviction=self._setup.eviction,
-            can_switch=self._setup.can_switch,
+            can_switch=self._setup.scheduling.roles is not None,
         )
         self._holders[node.endpoint] = node
         return node

@@ -55,7 +55,7 @@ class SimNode:
         self.placed_s = 0.0  # when the conductor last placed something here
         messenger = _member(Role.MESSENGER, InstanceId(f"{name}-messenger"), self.node_id, self.endpoint, None)
         self.messenger_member = messenger
-        conductor.register(messenger, clock.now_s)
+        conductor.register(messenger, Load(), clock.now_s)
 
     def register_worker(self, role: Role, instance_id: InstanceId, block_tokens: int) -> Member:
         """Register the worker of this node; the member it is."""
@@ -69,7 +69,7 @@ class SimNode:
         )
         endpoint = f"sim://{self.node_id}/worker"
         member = _member(role, instance_id, self.node_id, endpoint, card, can_switch=self._can_switch)
-        self._conductor.register(member, self.clock.now_s)
+        self._conductor.register(member, Load(), self.clock.now_s)
         return member
 
     def fetch(self, source: "SimNode", request: Acquire, then: Callable[[], None]) -> bool:

@@ -41,10 +41,9 @@ class Mesh:
             self.join(worker, Load())
 
     def join(self, one: Member, load: Load) -> None:
-        self.core.register(one, self.now_s)
+        self.core.register(one, load, self.now_s)
         self.members[one.instance_id] = one
         self.loads[one.instance_id] = load
-        self.core.heartbeat(one.instance_id, one.incarnation, load, self.now_s)
 
     def leave(self, name: str) -> None:
         one = self.members.pop(name)

@@ -44,7 +44,7 @@ class BothRoles:
 async def run(configs: BothRoles, lifecycle: Lifecycle) -> None:
     """Serve in one role after the other until *lifecycle* says stop."""
     async with asyncio.TaskGroup() as tasks:
-        home = WorkerHome(configs.first, tasks)
+        home = WorkerHome(configs.first, lifecycle, tasks)
         ending = tasks.create_task(_end_with(lifecycle, home))
         while not lifecycle.stopping.is_set():
             async with asyncio.TaskGroup() as turn:

@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -51,6 +52,7 @@ class DecodeSequence:
 
     ``admission`` numbers the jobs of its instance. ``drawn`` counts drawn tokens over all jobs of the request.
     ``filter`` rules what may come next. ``stop`` says why the sequence should end early.
+    ``shown_s`` is when its first token was known and free to be shown.
     """
 
     admission: int
@@ -68,6 +70,7 @@ class DecodeSequence:
     is_landed: bool = False
     has_first_token: bool = False
     is_growing: bool = False
+    shown_s: float = inf
     filter: TokenFilter | None = None
     stop: MooncakeError | None = None
 

@@ -18,10 +18,11 @@ log = structlog.get_logger(__name__)
 
 
 class WorkerHome:
-    """Of one process; *tasks* lives as long. ``role`` is the one it has, or is to have next while a turn ends."""
+    """Of one *process*; *tasks* lives as long. ``role`` is the one it has, or is to have next while a turn ends."""
 
-    def __init__(self, role: Role, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, role: Role, process: Lifecycle, tasks: asyncio.TaskGroup) -> None:
         self.role = role
+        self.process = process
         self.thread = Crew(1, name="engine")
         self.engine: Engine | None = None
         self._tasks = tasks

@@ -17,13 +17,14 @@ from mooncake_mesh.mesh.arena import Holder
 from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.node_arena import NodeArena
+from mooncake_mesh.mesh.orders import check_incarnation, stop_ordered
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.worker.grammars import Grammars
 from mooncake_mesh.worker.home import WorkerHome
 from mooncake_mesh.worker.job_waits import EarlyCancels, JobWaits
-from mooncake_proto.control import Load, Member, ModelCard, Ok, Ping, Pong, Role, SwitchRole
+from mooncake_proto.control import Drain, Load, Member, ModelCard, Ok, Ping, Pong, Role, Stop, SwitchRole
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, new_incarnation
 from mooncake_proto.serving import JobFailed
 from mooncake_proto.transfer import Release
@@ -113,7 +114,13 @@ class Station:
         idle: Callable[[], Awaitable[object]],
     ) -> None:
         """Serve until *lifecycle* says stop, then let the accepted jobs finish (*idle* returns when they have)."""
-        server = self._server({Ping: self._ping, **handlers})
+        process = lifecycle if self._home is None else self._home.process
+        orders: dict[type, Handler] = {
+            Ping: self._ping,
+            Drain: self._drain_ordered,
+            Stop: lambda order, _: stop_ordered(order, self.me.incarnation, process),
+        }
+        server = self._server(orders | handlers)
         self._arena = self._node_arena(engine)
         running = [self._tasks.create_task(work) for work in (self._arena.run(), *background)]
         if await self._first_attached(self._arena, lifecycle):
@@ -246,6 +253,15 @@ class Station:
 
     def _ping(self, _: Ping, __: Caller) -> Pong:
         return Pong(role=self._role, instance_id=self.me.instance_id, incarnation=self.me.incarnation)
+
+    def _drain_ordered(self, order: Drain, _: Caller) -> Ok:
+        """The load tells that it drains, and when it has drained."""
+        check_incarnation(order.incarnation, self.me.incarnation)
+        if not self.is_draining:
+            log.info("draining", running_jobs=self._load().running_jobs)
+            self.is_draining = True
+            self.news()
+        return Ok()
 
     def _close(self) -> None:
         self.peers.close()
