@@ -80,4 +80,4 @@ def test_constant_load_is_answered_once(
     pressed = Role.DECODE if missing > 0 else Role.PREFILL
     asked = demand.decode if pressed is Role.DECODE else demand.prefill
     if asked >= 1.1 * RULES.least_load * mesh.count(pressed) and mesh.count(pressed) < n_all - 1:
-        assert abs(missing) <= 1
+        assert abs(missing) <= 1 + 2 * RULES.margin * n_all

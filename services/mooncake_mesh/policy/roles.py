@@ -33,16 +33,16 @@ _FOR_WANT_OF_DECODING: Final = ("tbt_objective", "tbt_objective_predicted", "kv_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleRules:
-    """Hysteresis. Of load, what was seen ``memory_s`` ago counts for a third. ``margin`` is by how much of an instance
-    sizing must be missed, for ``sustained_s``, and by twice that for one to leave decoding, which takes as long as the
-    longest answer; after a switch none goes the other way for ``rest_s``. Nobody switches
-    to a pool that is asked for less than ``least_load`` of what it can do. Up to ``in_flight_share`` of all instances,
-    at least one, are on their way at a time."""
+    """Hysteresis. Of load, what was seen ``memory_s`` ago counts for a third. Sizing must be missed by the share
+    ``margin`` of all instances for ``sustained_s``, and by twice that for one to leave decoding, which takes as long as
+    the longest answer; after a switch none goes the other way for ``rest_s``. Nobody switches to a pool that is asked
+    for less than ``least_load`` of what it can do. Up to ``in_flight_share`` of all instances, at least one, are on
+    their way at a time."""
 
     memory_s: float = 30.0
     sustained_s: float = 10.0
     rest_s: float = 60.0
-    margin: float = 0.4
+    margin: float = 0.025
     least_load: float = 0.6
     in_flight_share: float = 0.25
 
@@ -192,10 +192,11 @@ class RoleBalance:
     def _wished(self, n_prefill: int, n_decode: int) -> Role | None:
         """The pool that has too few, if that is beyond the margin and it needs them."""
         demand, rules = self._demand, self._rules
-        exact = _exact_decode(demand, n_prefill + n_decode)
-        if exact > n_decode + rules.margin and demand.decode >= rules.least_load * n_decode:
+        n_all = n_prefill + n_decode
+        exact, margin = _exact_decode(demand, n_all), rules.margin * n_all
+        if exact > n_decode + margin and demand.decode >= rules.least_load * n_decode:
             return Role.DECODE if n_prefill > 1 else None
-        if exact <= n_decode - 1 - 2 * rules.margin and demand.prefill >= rules.least_load * n_prefill:
+        if exact <= n_decode - 1 - 2 * margin and demand.prefill >= rules.least_load * n_prefill:
             return Role.PREFILL if n_decode > 1 else None
         return None
 
