@@ -31,7 +31,6 @@ from mooncake_proto.serving import Rejected, Schedule
 
 _SAMPLE_S: Final = 5.0
 _SAMPLES_PER_LOOK: Final = 6
-_BATCH_SHARE: Final = 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +70,10 @@ class MeshSetup:
 
     @property
     def batch_blocks(self) -> int:
-        """Blocks of KV that a decode node runs at a time: what its VRAM holds, less what a full batch grows by."""
+        """Blocks of KV that a decode node runs at a time: what its VRAM holds."""
         if self.decode_blocks or self.objectives.tbt_s is None:
             return 0
-        return int(self.kind.vram_kv_tokens * _BATCH_SHARE) // self.block_tokens
+        return self.kind.vram_kv_tokens // self.block_tokens
 
     def __post_init__(self) -> None:
         if self.prefill < 1 or self.decode < 0:
@@ -194,7 +193,7 @@ class _Run:
             batch_blocks=setup.batch_blocks,
             shares=setup.decode_shares,
             on_room=self._send,
-            on_granted=self._first_token,
+            on_shown=self._first_token,
             on_refused=self._refused,
             on_finished=self._finished,
             on_preempted=self._preempt,
@@ -318,10 +317,13 @@ class _Run:
             if flight.gate is None:
                 self._first_token(flight)
             self._perhaps_land(flight)
+            self._decode_of[flight.placement.decode.instance_id].computed(flight)
 
     def _refused(self, flight: Flight, reason: str) -> None:
         """Its KV was there, and no place for it: placed elsewhere, as the gateway does it, if anybody has one now."""
         self._open -= 1
+        if flight.sent_s != flight.sent_s:  # it waited for a place to land
+            self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
         refused_by = tuple(sorted({*flight.refused_by, flight.placement.decode.instance_id}))
         tokens = flight.request.input_tokens
         again = self._place(flight.request, flight.record, flight.keys, tokens, 0, refused_by)
@@ -347,7 +349,9 @@ class _Run:
 
             def land() -> None:
                 self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
-                self._decode_of[flight.placement.decode.instance_id].landed(flight)
+                decode = self._decode_of[flight.placement.decode.instance_id]
+                if decode.knows(flight):
+                    decode.landed(flight)
 
             self._clock.at(flight.sent_s, land)
 

@@ -44,7 +44,7 @@ class DecodeShell:
         batch_blocks: int,
         shares: bool,
         on_room: Callable[[Flight], None],
-        on_granted: Callable[[Flight], None],
+        on_shown: Callable[[Flight], None],
         on_refused: Callable[[Flight, str], None],
         on_finished: Callable[[Flight], None],
         on_preempted: Callable[[Flight, int], None],
@@ -57,7 +57,7 @@ class DecodeShell:
         self._batch_blocks = batch_blocks
         self._shares = shares
         self._on_room = on_room
-        self._on_granted = on_granted
+        self._on_shown = on_shown
         self._on_refused = on_refused
         self._on_finished = on_finished
         self._on_preempted = on_preempted
@@ -156,8 +156,15 @@ class DecodeShell:
 
         self.node.acquire(request, acquired)
 
+    def computed(self, flight: Flight) -> None:
+        """The first token of the prompt is here; its gate decides before the next step."""
+        self.core.first_token(flight.job_id, 0)
+        if flight.gate is not None:
+            self._held.add(flight.job_id)
+            self._decide()
+
     def landed(self, flight: Flight) -> None:
-        """All KV of the prompt and the first token are here."""
+        """All KV of the prompt is here."""
         sequence = self.core.get(flight.job_id)
         assert sequence is not None, "a job lands once"
         cached = self._cached_blocks.pop(flight.job_id)
@@ -166,13 +173,18 @@ class DecodeShell:
             self.node.messenger.seal(flight.job_id, cached, keys)
             self.node.publish()
         self.core.landed(sequence, sequence.blocks)
-        self.core.first_token(flight.job_id, 0)
         if sequence.is_granted:
             self._n_active += 1
             self._has_ready = True
-        else:
-            self._held.add(flight.job_id)
-        if self._batch:  # it joins at the next step
+        self._decide()
+
+    def knows(self, flight: Flight) -> bool:
+        """Whether the flight's job is still here."""
+        return flight.job_id in self._flights
+
+    def _decide(self) -> None:
+        """Let whoever waits be decided on, and perhaps join, before the next step."""
+        if self._batch:
             self._shorten(self._steps_by(self.node.clock.now_s) + 1)
         else:
             self._begin()
@@ -182,6 +194,7 @@ class DecodeShell:
         sequence = self.core.get(flight.job_id)
         assert sequence is not None, "a job is dropped before it is decoded"
         del self._flights[flight.job_id]
+        self._held.discard(flight.job_id)
         sequence.stop = Rejected("tbt_objective", unavailable=False, retry_after_s=1.0)
         self.core.stopped(sequence)
         self.core.forget(sequence)
@@ -235,17 +248,17 @@ class DecodeShell:
         heapq.heappush(self._events, (at, self._flights[sequence.job.job_id].admission, sequence))
 
     def _open_gates(self) -> None:
-        """Let the core decide on those whose KV is here and that were not granted yet."""
+        """Let the core decide on those whose first token is here and that were not granted yet."""
         if not self._held:
             return
         verdicts = self.core.open_gates(self.node.clock.now_s)
+        for sequence in verdicts.shown:
+            self._on_shown(self._flights[sequence.job.job_id])
         for sequence in verdicts.granted:
             self._held.discard(sequence.job.job_id)
             self._n_active += 1
             self._has_ready = True
-            self._on_granted(self._flights[sequence.job.job_id])
         for sequence, refused in verdicts.refused:
-            self._held.discard(sequence.job.job_id)
             flight = self._flights[sequence.job.job_id]
             self.dropped(flight)
             self._on_refused(flight, refused.reason)

@@ -8,8 +8,8 @@
 A sequence whose prompt is computed here waits for that instead of KV and token, and is FINISHED at once where the first
 token is the last.
 
-A job with a gate joins no batch before :meth:`DecodeCore.open_gates` has granted it; one that is refused is for the
-caller to stop.
+A job with a gate joins no batch, and its first token is shown to nobody, before :meth:`DecodeCore.open_gates` says so;
+one that is refused is for the caller to stop.
 
 A sequence is *stalled* in a step when its next token has no block yet: growth is asked for ahead of need, and a
 sequence that cannot get any makes the youngest one give its place back (its request is placed again with the tokens
@@ -36,10 +36,10 @@ from mooncake_mesh.errors import InvalidTransition
 from mooncake_mesh.kv.block_hash import chain, split_keys, token_bytes
 from mooncake_mesh.policy.cost_model import StepCost
 from mooncake_mesh.policy.decisions import Refused
-from mooncake_mesh.policy.decode_gate import Batch, Candidate, Verdict, overdue, verdicts
+from mooncake_mesh.policy.decode_gate import Batch, Candidate, Verdict, joining, overdue, verdicts
 from mooncake_mesh.policy.stopping import finish_after
 from mooncake_proto.ids import BlockKey, JobId
-from mooncake_proto.serving import DecodeJob, FinishReason
+from mooncake_proto.serving import DecodeJob, FinishReason, GateKind
 
 _MAX_EARLY_TOKENS: Final = 1024
 _GROW_AHEAD_TOKENS: Final = 8
@@ -176,26 +176,43 @@ class DecodeCore:
         gated = [seq for seq in self._gated.values() if seq.stop is None and seq.has_first_token]
         if not gated:
             return GateVerdicts()
-        granted: list[DecodeSequence] = []
+        shown: list[DecodeSequence] = []
         refused: list[tuple[DecodeSequence, Refused]] = []
-        ready = [seq for seq in gated if seq.stage is SequenceStage.READY]
-        found = verdicts(self._batch(), _candidates(ready, now_s), self._step_cost)
-        for sequence, verdict in zip(ready, found, strict=True):
+        asking = [seq for seq in gated if not seq.is_shown and (seq.stage is SequenceStage.READY or _is_checked(seq))]
+        found = verdicts(self._batch(), _candidates(asking, now_s), self._step_cost)
+        for sequence, verdict in zip(asking, found, strict=True):
             if verdict is Verdict.GRANTED:
-                sequence.is_granted = True
-                del self._gated[sequence.job.job_id]
-                granted.append(sequence)
+                sequence.is_shown = True
+                shown.append(sequence)
             elif isinstance(verdict, Refused):
                 refused.append((sequence, verdict))
         for sequence in gated:
-            late = overdue(sequence.left_s(now_s)) if sequence.stage is SequenceStage.WAITING else None
+            is_landing = sequence.stage is SequenceStage.WAITING and not _is_checked(sequence)
+            late = overdue(sequence.left_s(now_s)) if is_landing else None
             if late is not None:
                 refused.append((sequence, late))
-        return GateVerdicts(granted=tuple(granted), refused=tuple(refused))
+        return GateVerdicts(shown=tuple(shown), granted=self._grant(now_s), refused=tuple(refused))
+
+    def _grant(self, now_s: float) -> tuple[DecodeSequence, ...]:
+        """Let those begin whose first token is out, whose KV is here, and for whom there is room."""
+        shown = [seq for seq in self._gated.values() if seq.is_shown and seq.stage is SequenceStage.READY]
+        n_joining = joining(self._joined(), _candidates(shown, now_s)) if shown else 0
+        for sequence in shown[:n_joining]:
+            sequence.is_granted = True
+            del self._gated[sequence.job.job_id]
+        return tuple(shown[:n_joining])
 
     def _batch(self) -> Batch:
-        running = [seq for seq in self._sequences.values() if seq.stage in ACTIVE and seq.is_granted]
-        return Batch(jobs=len(running), tokens=sum(seq.length for seq in running), max_jobs=self.max_batch)
+        """All whose first token is out."""
+        begun = (seq for seq in self._sequences.values() if not seq.is_over)
+        return self._of([seq for seq in begun if seq.is_shown or (seq.is_granted and seq.stage in ACTIVE)])
+
+    def _joined(self) -> Batch:
+        """All that are decoded."""
+        return self._of([seq for seq in self._sequences.values() if seq.is_granted and seq.stage in ACTIVE])
+
+    def _of(self, sequences: Sequence[DecodeSequence]) -> Batch:
+        return Batch(jobs=len(sequences), tokens=sum(seq.length for seq in sequences), max_jobs=self.max_batch)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -321,6 +338,12 @@ class DecodeCore:
         if (sequence.stage, stage) not in MOVES:
             raise InvalidTransition(f"job {sequence.job.job_id}", old=sequence.stage.value, new=stage.value)
         sequence.stage = stage
+
+
+def _is_checked(sequence: DecodeSequence) -> bool:
+    """Whether its gate decides as soon as its prompt is computed, wherever its KV is."""
+    gate = sequence.job.gate
+    return gate is not None and gate.kind is GateKind.CHECK
 
 
 def _candidates(sequences: Sequence[DecodeSequence], now_s: float) -> list[Candidate]:

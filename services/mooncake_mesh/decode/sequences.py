@@ -47,7 +47,8 @@ class QueueFull(enum.Enum):
 class DecodeSequence:
     """One job. ``tokens[:length]`` are prompt and drawn tokens; the KV of all but the last one is valid in ``blocks``.
 
-    ``drawn`` counts drawn tokens over all jobs of the request. ``stop`` says why the sequence should end early.
+    ``drawn`` counts drawn tokens over all jobs of the request. ``is_shown`` says that its gate has let its first token
+    out, ``is_granted`` that it may be decoded. ``stop`` says why the sequence should end early.
     """
 
     job: DecodeJob
@@ -63,6 +64,7 @@ class DecodeSequence:
     blocks: list[int] = field(default_factory=list)
     is_landed: bool = False
     has_first_token: bool = False
+    is_shown: bool = False
     is_growing: bool = False
     stop: MooncakeError | None = None
 
@@ -78,7 +80,10 @@ class DecodeSequence:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is not to be decoded yet: its KV, its first token or a grant is still to come."""
+        """Whether it is not to be decoded yet: its KV, its first token or a grant is still to come. One whose first token
+        is out counts as decoded, room or no room."""
+        if self.is_shown:
+            return False
         return self.stage is SequenceStage.WAITING or (self.stage is SequenceStage.READY and not self.is_granted)
 
     @property
@@ -109,8 +114,10 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateVerdicts:
-    """Sequences that may be decoded from now on, and those that must be stopped, with the reason."""
+    """Sequences whose first token may be shown from now on, that may be decoded from now on, and that must be stopped,
+    with the reason."""
 
+    shown: tuple[DecodeSequence, ...] = ()
     granted: tuple[DecodeSequence, ...] = ()
     refused: tuple[tuple[DecodeSequence, Refused], ...] = ()
 

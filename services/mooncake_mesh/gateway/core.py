@@ -51,6 +51,7 @@ from mooncake_proto.ids import BlockKey, InstanceId, JobId
 from mooncake_proto.serving import (
     DecodeGranted,
     FirstToken,
+    GateKind,
     JobFailed,
     Placement,
     Schedule,
@@ -245,9 +246,10 @@ class RequestCore:
         return self._show()
 
     def _granted(self) -> list[RequestCommand]:
-        """All KV has landed: what becomes of the prefill worker does not matter any more."""
+        """What was held has all of its KV: what becomes of the prefill worker does not matter any more."""
+        gate = self.placement.gate if self.placement is not None else None
         self._is_gated = False
-        self._has_decoded = True
+        self._has_decoded = self._has_decoded or (gate is not None and gate.kind is GateKind.HOLD)
         return self._show()
 
     def _show(self) -> list[RequestCommand]:

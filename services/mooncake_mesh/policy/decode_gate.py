@@ -1,16 +1,17 @@
-"""When a computed prompt begins to be decoded: the second decision of every admission strategy, where the KV is.
+"""When a computed prompt begins to be decoded: the second decision of every admission strategy, at the decode worker.
 
-Until it is granted nobody is shown the first token, so that a refusal is a refusal (429) and a wait counts as time to
-the first token, not as time between tokens.
+Until it is granted nobody is shown the first token, so that a refusal is a refusal (429).
 
-``check``   decided when KV and first token are there: granted if the batch with it stays within the TBT objective and
-            the room there is, refused otherwise. What was computed is lost.
-``hold``    held until a step with it takes at most its share of the objective; in order of arrival, so that nobody is
-            passed for ever. Refused when the wait is expected to outlast the time that is left to the first token.
+``check``   the papers' double check, decided when the prompt is computed: granted if all KV that the worker was granted
+            leaves room for it and a step with all of that keeps to the TBT objective, refused otherwise. What was
+            computed is lost. The first token goes out then, and its sequence waits for its KV, for room to grow and
+            for a place in the batch after that: between its first two tokens.
+``hold``    decided when its KV is there as well, and there is room to grow and a place: until then it is held, in order
+            of arrival, so that nobody is passed for ever. The wait is time to the first token. Refused when it is
+            expected to outlast the time that is left of that, or has.
 
-Under both a prompt waits for blocks and for a place in the batch, and is refused if it has none when its first token is
-due. Asking costs a message on the way of the first token, so whoever goes to an instance that will be at most half
-loaded with all that is on its way there is not asked.
+Asking costs a message on the way of the first token, so whoever goes to an instance that will be at most half loaded
+with all that is on its way there is not asked.
 
 Pure functions of values. An empty batch takes whoever is first: who does not fit alone never will.
 """
@@ -30,6 +31,10 @@ from mooncake_proto.serving import DecodeGate, GateKind
 
 _FREE_LOAD: Final = 0.5
 """Load up to which an instance takes a prompt unasked."""
+
+
+ROOM_SHARE: Final = 0.98
+"""Part of the room for KV in which sequences begin; what is left they grow into."""
 
 
 class Verdict(enum.Enum):
@@ -76,7 +81,7 @@ class LinearStep:
 
 
 def verdicts(batch: Batch, waiting: Sequence[Candidate], cost: StepCost | None = None) -> list[Verdict | Refused]:
-    """What becomes of each of *waiting*, whose KV is there, oldest first. *cost* None: as their gates say.
+    """What becomes of each of *waiting*, oldest first; *batch* is all that was granted. *cost* None: as their gates say.
 
     Those that are granted are in the batch for all that come after them; those that are held, for the ones that are
     held behind them.
@@ -97,9 +102,21 @@ def verdicts(batch: Batch, waiting: Sequence[Candidate], cost: StepCost | None =
     return found
 
 
+def joining(batch: Batch, waiting: Sequence[Candidate]) -> int:
+    """How many of *waiting*, who were granted and whose KV is there, have room and a place in *batch* now; oldest first,
+    and nobody is passed."""
+    for n, candidate in enumerate(waiting):
+        after = batch.with_added(candidate.tokens)
+        is_full = after.jobs > batch.max_jobs or after.tokens > candidate.gate.room_tokens * ROOM_SHARE
+        if batch.jobs and is_full:
+            return n
+        batch = after
+    return len(waiting)
+
+
 def overdue(left_s: float | None) -> Refused | None:
-    """The refusal of a prompt that is computed, but whose KV has not come, or found no room, in the time it had."""
-    return contended(TTFT_OBJECTIVE) if _is_due(left_s) else None
+    """The refusal of a prompt that is held, but whose KV has not come, or found no room, in the time it had."""
+    return contended(TTFT_OBJECTIVE) if left_s is not None and left_s <= 0 else None
 
 
 def gate_for(
@@ -147,23 +164,18 @@ def _checked(batch: Batch, candidate: Candidate, steps: StepCost) -> Verdict | R
     if batch.jobs == 0:
         return Verdict.GRANTED
     gate, after = candidate.gate, batch.with_added(candidate.tokens)
-    if after.jobs > batch.max_jobs:
-        return contended(DECODE_BATCH_FULL) if _is_due(candidate.left_s) else Verdict.HELD
     load = batch_load(after.jobs, after.tokens, steps, room_tokens=gate.room_tokens, tbt_s=gate.tbt_s)
     if load <= 1.0:
         return Verdict.GRANTED
     return contended(TBT_OBJECTIVE, after_s=freed_after_s(load - 1.0, load, gate.decode_s))
 
 
-def _is_due(left_s: float | None) -> bool:
-    return left_s is not None and left_s <= 0
-
-
 def _held(ahead: Batch, candidate: Candidate, steps: StepCost) -> Verdict | Refused:
     """*ahead* holds those that wait before it as well: they are served first."""
     gate, after = candidate.gate, ahead.with_added(candidate.tokens)
     tbt_s = gate.tbt_s * TBT_SHARE
-    load = batch_load(after.jobs, after.tokens, steps, room_tokens=gate.room_tokens, tbt_s=tbt_s)
+    room_tokens = int(gate.room_tokens * ROOM_SHARE)
+    load = batch_load(after.jobs, after.tokens, steps, room_tokens=room_tokens, tbt_s=tbt_s)
     load = max(load, after.jobs / ahead.max_jobs)
     if load <= 1.0 or ahead.jobs == 0:
         return Verdict.GRANTED
@@ -175,4 +187,3 @@ def _held(ahead: Batch, candidate: Candidate, steps: StepCost) -> Verdict | Refu
 
 TBT_OBJECTIVE: Final = "tbt_objective_at_decode"
 TTFT_OBJECTIVE: Final = "ttft_objective_at_decode"
-DECODE_BATCH_FULL: Final = "decode_batch_full_at_decode"
