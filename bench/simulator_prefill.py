@@ -69,6 +69,7 @@ class PrefillShell:
             running_jobs=core.running_jobs,
             prefill_tokens_per_s=self._tokens_per_s,
             queued_prompts=queued,
+            queued_waits_s=core.queued_waits_s(self.node.clock.now_s),
             prefill_elapsed_s=core.elapsed_s(self.node.clock.now_s),
             prefills=core.prefills,
             recent_prefills=core.recent_prefills(),

@@ -75,6 +75,7 @@ class Roster:
         self._times = PromptTimes(cost)
         self._kinds = kinds
         self._copies = Correction()
+        self._ttft_limit_s = objectives.ttft_s
         self._step_limit_s = None if objectives.tbt_s is None else objectives.tbt_s * TBT_SHARE
         self._messengers: dict[NodeId, InstanceId] = {}
         self._pending: defaultdict[InstanceId, deque[Pending]] = defaultdict(deque)
@@ -255,7 +256,7 @@ class Roster:
             room = node_room(node.load, self._pending[node.member.instance_id])
         pending, factor = self._pending[member.instance_id], self.factor(member.instance_id)
         if member.role is Role.PREFILL:
-            return prefill_view(lease, room, pending, self._times, factor)
+            return prefill_view(lease, room, pending, self._times, factor, self._ttft_limit_s)
         return decode_view(lease, room, pending, self.cost, factor, self._step_limit_s)
 
     def _learn(self, lease: Lease) -> None:

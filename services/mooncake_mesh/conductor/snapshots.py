@@ -7,7 +7,8 @@ from typing import Final
 from mooncake_mesh.mesh.peers import Lease
 from mooncake_mesh.policy.cost_model import CostModel
 from mooncake_mesh.policy.forecast import kv_limit_tokens
-from mooncake_mesh.policy.request_class import BEGUN
+from mooncake_mesh.policy.queue_order import queue_up, waiting_prompt
+from mooncake_mesh.policy.request_class import BEGUN, is_batch
 from mooncake_mesh.policy.views import InstanceView, QueuedPrompt
 from mooncake_proto.control import Load
 
@@ -69,9 +70,12 @@ class PromptTimes:
 
 
 def prefill_view(
-    lease: Lease, room: NodeRoom, pending: Sequence[Pending], times: PromptTimes, factor: float
+    lease: Lease, room: NodeRoom, pending: Sequence[Pending], times: PromptTimes, factor: float, ttft_s: float | None
 ) -> InstanceView:
-    """The first queued prompt has been computed for a while when it is reported; the others follow without a gap."""
+    """The first queued prompt has been computed for a while when it is reported; the others follow without a gap.
+
+    *ttft_s* is the objective that decides who may overtake whom.
+    """
     load = lease.load
     prompts = load.queued_prompts or (((load.queued_tokens, 0),) if load.queued_tokens else ())
     priorities = load.queued_priorities if len(load.queued_priorities) == len(prompts) else (0,) * len(prompts)
@@ -79,13 +83,19 @@ def prefill_view(
         times.queued(uncached, cached, factor, priority)
         for (uncached, cached), priority in zip(prompts, priorities, strict=True)
     ]
+    waits_s = load.queued_waits_s
+    for i, wait_s in enumerate(waits_s or (), start=len(queue) - len(waits_s or ())):
+        queue[i] = waiting_prompt(queue[i], lease.renewed_s - wait_s, _objective_s(queue[i], ttft_s))
     busy_until_s = lease.renewed_s
     if queue:
         busy_until_s += max(0.0, queue[0].prefill_s - load.prefill_elapsed_s)
         busy_until_s += sum(prompt.prefill_s for prompt in queue[1:])
     for work in pending:
+        prompt = QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s, priority=work.priority)
+        if waits_s is not None and busy_until_s > work.placed_s:
+            prompt = waiting_prompt(prompt, work.placed_s, _objective_s(prompt, ttft_s))
+        queue_up(prompt, queue, busy_until_s)
         busy_until_s = max(busy_until_s, work.placed_s) + work.prefill_s
-        queue.append(QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s, priority=work.priority))
     return InstanceView(
         instance_id=lease.member.instance_id,
         node_id=lease.member.node_id,
@@ -96,6 +106,10 @@ def prefill_view(
         least_urgent=max((prompt.priority for prompt in queue), default=BEGUN),
         factor=factor,
     )
+
+
+def _objective_s(prompt: QueuedPrompt, ttft_s: float | None) -> float | None:
+    return None if is_batch(prompt.priority) else ttft_s
 
 
 def decode_view(

@@ -55,7 +55,7 @@ def inline_choice(
     frontier = [source for source in sources(cluster, estimates) if not source.read_blocks]
     found: list[InlineChoice] = []
     for instance in able:
-        if estimates.queue_s(instance) >= sooner_than_s or not _has_room(request, instance):
+        if estimates.queue_s(instance, 0) >= sooner_than_s or not _has_room(request, instance):
             continue
         local = estimates.arena.get(instance.node_id, 0)
         better = [s for s in frontier if s.blocks > local and s.node != instance.node_id]
@@ -115,7 +115,7 @@ def _inline(
     copy_s = 0.0 if source is None else source.wait_s + estimates.copy_s(used - local)
     chunks = ceil((request.prompt_tokens - cached) / chunk_tokens)
     own_s = instance.factor * (estimates.prefill_s(used) + (chunks - 1) * cost.prefill_s(0, 0))
-    ahead_s = estimates.queue_s(instance)
+    ahead_s = estimates.queue_s(instance, used)
     ttft_s = max(ahead_s, copy_s) + own_s
     if instance.running_jobs or instance.waiting_jobs:
         ttft_s += ceil((ahead_s + own_s) / (own_s / chunks)) * step_s if own_s else step_s

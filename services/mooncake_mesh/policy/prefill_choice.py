@@ -23,6 +23,7 @@ from typing import Final
 
 from mooncake_mesh.config_scheduling import PlacementKind
 from mooncake_mesh.policy.cost_model import CostModel
+from mooncake_mesh.policy.queue_order import begin_s, is_ordered
 from mooncake_mesh.policy.views import ClusterView, InstanceView, RequestShape
 from mooncake_proto.ids import NodeId
 
@@ -75,10 +76,15 @@ class Estimates:
         self._prefill: dict[int, float] = {}
         self._copy: dict[int, float] = {}
 
-    def queue_s(self, instance: InstanceView) -> float:
-        """Until *instance* has computed what it has accepted."""
+    def queue_s(self, instance: InstanceView, cached_blocks: int) -> float:
+        """Until *instance* has computed what comes before a prompt of which *cached_blocks* are there."""
         left_s = instance.busy_until_s - self.now_s
-        return left_s if left_s > 0.0 else 0.0
+        if left_s <= 0.0:
+            return 0.0
+        if not is_ordered(instance):
+            return left_s
+        service_s = instance.factor * self.prefill_s(cached_blocks)
+        return begin_s(instance, service_s, now_s=self.now_s, priority=self._request.priority) - self.now_s
 
     def prefill_s(self, cached_blocks: int) -> float:
         """To compute what *cached_blocks* leave, before an instance's own factor."""
@@ -103,8 +109,9 @@ class Estimates:
 
     def local_way(self, instance: InstanceView) -> tuple[float, int]:
         """Time to first token with what the instance's own node holds, and how many blocks of that it takes."""
-        node, queue_s = instance.node_id, self.queue_s(instance)
+        node = instance.node_id
         used = self.arena.get(node, 0)
+        queue_s = self.queue_s(instance, used)
         ttft_s = queue_s + instance.factor * self.prefill_s(used)
         if self.arena is not self.local and (blocks := self.local.get(node, 0)) > used:
             ready_s = max(queue_s, self.read_s(node, blocks - used))
@@ -116,7 +123,7 @@ class Estimates:
     def fetched_s(self, instance: InstanceView, source: Source) -> float:
         """Time to first token once *instance* has copied what its memory lacks of *source*'s prefix."""
         copy_s = source.wait_s + self.copy_s(source.blocks - self.arena.get(instance.node_id, 0))
-        return max(self.queue_s(instance), source.read_s) + copy_s + instance.factor * self.prefill_s(source.blocks)
+        return max(self.queue_s(instance, source.blocks), source.read_s) + copy_s + instance.factor * self.prefill_s(source.blocks)
 
     def locally(self, instance: InstanceView) -> PrefillChoice:
         """*instance* with what its own node holds."""
@@ -251,9 +258,11 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
     arena_blocks, now_s, latest_s = estimates.arena, estimates.now_s, inf
     is_tiered = arena_blocks is not estimates.local
     for instance in able:
-        if instance.busy_until_s > latest_s:
+        is_overtaken = is_ordered(instance)
+        if instance.busy_until_s > latest_s and not is_overtaken:
             continue  # its queue alone takes longer than the best way
-        arena, queue_s = arena_blocks.get(instance.node_id, 0), max(0.0, instance.busy_until_s - now_s)
+        arena = arena_blocks.get(instance.node_id, 0)
+        queue_s = estimates.queue_s(instance, arena)
         if is_tiered:
             ttft_s, _ = estimates.local_way(instance)
         else:
@@ -264,6 +273,8 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
                 break
             if source.node == instance.node_id:
                 continue  # reading it is a local way
+            if is_overtaken:
+                queue_s = estimates.queue_s(instance, source.blocks)
             fetched_s = max(queue_s, source.read_s) + source.wait_s + estimates.copy_s(source.blocks - arena)
             fetched_s += instance.factor * estimates.prefill_s(source.blocks)
             if fetched_s < ttft_s:

@@ -187,6 +187,12 @@ class PrefillCore:
             return ()
         return (*(BEGUN for _ in self._begun()), *queued)
 
+    def queued_waits_s(self, now_s: float) -> tuple[float, ...] | None:
+        """How long each of the last :meth:`queued_prompts`, which have not begun, has waited; None without rules."""
+        if self._rules is None:
+            return None
+        return tuple(max(0.0, now_s - job.waiting.arrival_s) for job in self._queue)
+
     def elapsed_s(self, now_s: float) -> float:
         """How long the job at the head has been computed; 0 while it is not."""
         head = next(self._begun(), None)

@@ -104,6 +104,7 @@ class PrefillService:
             draining=self._station.is_draining or not self._is_whole,
             queued_prompts=self._core.queued_prompts(),
             queued_priorities=self._core.queued_priorities(),
+            queued_waits_s=self._core.queued_waits_s(monotonic()),
             prefill_elapsed_s=self._core.elapsed_s(monotonic()),
             prefills=self._core.prefills,
             recent_prefills=self._core.recent_prefills(),
