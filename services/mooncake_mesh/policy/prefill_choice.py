@@ -30,11 +30,13 @@ from mooncake_proto.ids import NodeId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChoice:
-    """As in :class:`~mooncake_mesh.policy.decisions.Placed`."""
+    """As in :class:`~mooncake_mesh.policy.decisions.Placed`. ``delay_s``: by how much others, whom it overtakes, get
+    their first tokens later, all together."""
 
     instance: InstanceView
     ttft_s: float
     local_blocks: int
+    delay_s: float = 0.0
     fetch_node: NodeId | None = None
     fetch_blocks: int = 0
     read_node: NodeId | None = None
@@ -77,14 +79,23 @@ class Estimates:
         self._copy: dict[int, float] = {}
 
     def queue_s(self, instance: InstanceView, cached_blocks: int) -> float:
-        """Until *instance* has computed what comes before a prompt of which *cached_blocks* are there."""
+        """Until *instance* has computed what comes before a prompt of which *cached_blocks* are there, and what all that
+        it overtakes lose by that together: nobody is to win less than others lose."""
         left_s = instance.busy_until_s - self.now_s
         if left_s <= 0.0:
             return 0.0
         if not is_ordered(instance):
             return left_s
         service_s = instance.factor * self.prefill_s(cached_blocks)
-        return begin_s(instance, service_s, now_s=self.now_s, priority=self._request.priority) - self.now_s
+        begins_s, overtaken = begin_s(instance, service_s, now_s=self.now_s, priority=self._request.priority)
+        return begins_s - self.now_s + overtaken * service_s
+
+    def delay_s(self, instance: InstanceView, cached_blocks: int) -> float:
+        """The part of :meth:`queue_s` that others bear."""
+        if not is_ordered(instance):
+            return 0.0
+        service_s = instance.factor * self.prefill_s(cached_blocks)
+        return begin_s(instance, service_s, now_s=self.now_s, priority=self._request.priority)[1] * service_s
 
     def prefill_s(self, cached_blocks: int) -> float:
         """To compute what *cached_blocks* leave, before an instance's own factor."""
@@ -127,11 +138,13 @@ class Estimates:
 
     def locally(self, instance: InstanceView) -> PrefillChoice:
         """*instance* with what its own node holds."""
-        ttft_s, used = self.local_way(instance)
+        price_s, used = self.local_way(instance)
         arena = self.arena.get(instance.node_id, 0)
+        delay_s = self.delay_s(instance, used)
         return PrefillChoice(
             instance=instance,
-            ttft_s=ttft_s,
+            ttft_s=price_s - delay_s,
+            delay_s=delay_s,
             local_blocks=used,
             read_node=instance.node_id if used > arena else None,
             read_blocks=used - arena,
@@ -140,10 +153,11 @@ class Estimates:
 
     def fetching(self, instance: InstanceView, source: Source) -> PrefillChoice:
         """*instance* once it has copied what it lacks of *source*'s prefix."""
-        arena = self.arena.get(instance.node_id, 0)
+        arena, delay_s = self.arena.get(instance.node_id, 0), self.delay_s(instance, source.blocks)
         return PrefillChoice(
             instance=instance,
-            ttft_s=self.fetched_s(instance, source),
+            ttft_s=self.fetched_s(instance, source) - delay_s,
+            delay_s=delay_s,
             local_blocks=arena,
             fetch_node=source.node,
             fetch_blocks=source.blocks,
@@ -195,7 +209,7 @@ def choose_kvcache_centric(
         else estimates.locally(instance)
         for instance in able
     )
-    return min(candidates, key=lambda choice: (choice.ttft_s, choice.instance.instance_id))
+    return min(candidates, key=lambda choice: (choice.ttft_s + choice.delay_s, choice.instance.instance_id))
 
 
 def choose_adaptive(
