@@ -143,6 +143,8 @@ def test_load_is_what_is_still_to_be_computed() -> None:
     c.next_to_acquire()
     c.acquired(a, (1, 2, 3), 2)
     assert (c.queued_jobs, c.queued_tokens) == (2, 2 + 7)
+    assert c.next_to_compute() is a
+    assert (c.queued_jobs, c.queued_tokens) == (2, 2 + 7)
     c.move(a, JobStage.COMPUTING)
     c.move(a, JobStage.SENDING)
     assert (c.queued_jobs, c.queued_tokens, c.running_jobs) == (1, 7, 2)
@@ -337,6 +339,7 @@ def test_loads_are_told_in_the_order_they_are_computed_in() -> None:
         c.submit(replace(job(name, prompt), turn=QueueTurn(service_s=service_s)), 0.0)
     assert [uncached for uncached, _ in c.queued_prompts()] == [10, 6, 20]
     assert c.queued_priorities() == ()
+    assert c.queued_waits_s(7.0) == (7.0, 7.0)
     queued(c, "urgent", 1.0, 0.0, priority=-2)
     assert c.queued_priorities() == (-101, -2, 0, 0)
     c.move(first, JobStage.COMPUTING)
@@ -358,6 +361,7 @@ def test_who_waits_in_vain_is_named_until_it_is_stopped() -> None:
     assert c.late_jobs(6.1) == [vain]
     vain.stop = Aborted("told")
     assert c.late_jobs(6.1) == []
+    assert core().queued_waits_s(1.0) is None
     assert core().late_jobs(1e9) == [], "first come, first served, however late"
 
 

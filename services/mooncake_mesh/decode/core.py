@@ -343,7 +343,7 @@ class DecodeCore:
 def _is_checked(sequence: DecodeSequence) -> bool:
     """Whether its gate decides as soon as its prompt is computed, wherever its KV is."""
     gate = sequence.job.gate
-    return gate is not None and gate.kind is GateKind.CHECK
+    return gate is not None and gate.kind is not GateKind.HOLD
 
 
 def _candidates(sequences: Sequence[DecodeSequence], now_s: float) -> list[Candidate]:

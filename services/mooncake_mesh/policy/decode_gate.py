@@ -3,8 +3,8 @@
 Until it is granted nobody is shown the first token, so that a refusal is a refusal (429).
 
 ``check``   the papers' double check, decided when the prompt is computed: granted if all KV that the worker was granted
-            leaves room for it and a step with all of that keeps to the TBT objective, refused otherwise. What was
-            computed is lost. The first token goes out then, and its sequence waits for its KV, for room to grow and
+            leaves room for it and a step with all of that keeps to the TBT objective, refused otherwise (size-neutral:
+            without the request itself). What was computed is lost. The first token goes out then, and its sequence waits for its KV, for room to grow and
             for a place in the batch after that: between its first two tokens.
 ``hold``    decided when its KV is there as well, and there is room to grow and a place: until then it is held, in order
             of arrival, so that nobody is passed for ever. The wait is time to the first token. Refused when it is
@@ -21,13 +21,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mooncake_mesh.config_scheduling import AdmissionKind
+from mooncake_mesh.config_scheduling import AdmissionKind, LoadMeasure
 from mooncake_mesh.policy.admission import TBT_SHARE, Admission
 from mooncake_mesh.policy.cost_model import CostModel, StepCost
 from mooncake_mesh.policy.decisions import Refused, contended
 from mooncake_mesh.policy.forecast import batch_load, decoding_now, freed_after_s
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives
 from mooncake_proto.serving import DecodeGate, GateKind
+
+_CHECKS: Final = {
+    LoadMeasure.WITH_REQUEST: GateKind.CHECK,
+    LoadMeasure.SIZE_NEUTRAL: GateKind.CHECK_SIZE_NEUTRAL,
+}
 
 _FREE_LOAD: Final = 0.5
 """Load up to which an instance takes a prompt unasked."""
@@ -90,10 +95,10 @@ def verdicts(batch: Batch, waiting: Sequence[Candidate], cost: StepCost | None =
     ahead = batch
     for candidate in waiting:
         steps = LinearStep.of(candidate.gate) if cost is None else cost
-        if candidate.gate.kind is GateKind.CHECK:
-            verdict = _checked(batch, candidate, steps)
-        else:
+        if candidate.gate.kind is GateKind.HOLD:
             verdict = _held(ahead, candidate, steps)
+        else:
+            verdict = _checked(batch, candidate, steps)
         found.append(verdict)
         if verdict is Verdict.GRANTED:
             batch = batch.with_added(candidate.tokens)
@@ -139,7 +144,7 @@ def gate_for(
     room_tokens = max(1, instance.blocks_total * block_tokens)
     base_s = cost.decode_step_s(0, 0)
     return DecodeGate(
-        kind=GateKind.HOLD if admission.kind is AdmissionKind.HOLD else GateKind.CHECK,
+        kind=GateKind.HOLD if admission.kind is AdmissionKind.HOLD else _CHECKS[admission.measure],
         tbt_s=objectives.tbt_s,
         step_base_s=instance.factor * base_s,
         step_sequence_s=instance.factor * max(0.0, cost.decode_step_s(1, 0) - base_s),
@@ -163,7 +168,8 @@ def _is_free(instance: InstanceView, prompt_tokens: int, block_tokens: int, cost
 def _checked(batch: Batch, candidate: Candidate, steps: StepCost) -> Verdict | Refused:
     if batch.jobs == 0:
         return Verdict.GRANTED
-    gate, after = candidate.gate, batch.with_added(candidate.tokens)
+    gate = candidate.gate
+    after = batch.with_added(candidate.tokens) if gate.kind is GateKind.CHECK else batch
     load = batch_load(after.jobs, after.tokens, steps, room_tokens=gate.room_tokens, tbt_s=gate.tbt_s)
     if load <= 1.0:
         return Verdict.GRANTED
