@@ -57,7 +57,12 @@ def _homogeneous(bench: Bench, seed: int) -> list[TraceRequest]:
 
 
 HOMOGENEOUS: Final = Scenario(
-    name="homogeneous 17/s", work=_homogeneous, prefill=16, decode=2, least_good=1.15, prototype="1.26",
+    name="homogeneous 17/s",
+    work=_homogeneous,
+    prefill=16,
+    decode=2,
+    least_good=1.15,
+    prototype="1.26",
     measure=LoadMeasure.SIZE_NEUTRAL,
 )
 SCENARIOS: Final = (
@@ -90,7 +95,7 @@ def a8_early_rejection(bench: Bench) -> None:
     bench.row("A8", "early / baseline: std of busy prefill instances", _swing(early).over(_swing(base)), "ratio",
               least=2.0, prototype="3", paper="qualitative")  # fmt: skip
     bench.report.note(
-        "A8: load as the prototype had it for requests of equal size, the mean of the decode nodes without the request. "
+        "A8: load as the prototype had it for requests of equal size: mean of the decode nodes, without the request. "
         "Its wasted prefill is that of refused requests; what was computed for those that were too slow between tokens "
         "stands in the rows of each strategy."
     )

@@ -97,7 +97,8 @@ class ConductorConfig:
         AdmissionKind, "what requests are refused for in an overload: baseline, early, predictive or hold"
     ] = AdmissionKind.HOLD
     load_measure: Annotated[
-        LoadMeasure, "load that baseline, early and predictive refuse by: with_request, or the mean without: size_neutral"
+        LoadMeasure,
+        "load that baseline, early and predictive refuse by: with_request, or the mean without: size_neutral",
     ] = LoadMeasure.WITH_REQUEST
     wip_limit: Annotated[
         float | None, "KV in progress over what can be decoded that hold allows; adapts to the load otherwise"

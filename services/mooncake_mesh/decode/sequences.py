@@ -80,8 +80,8 @@ class DecodeSequence:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is not to be decoded yet: its KV, its first token or a grant is still to come. One whose first token
-        is out counts as decoded, room or no room."""
+        """Whether it is not to be decoded yet: its KV, its first token or a grant is still to come. One whose first
+        token is out counts as decoded, room or no room."""
         if self.is_shown:
             return False
         return self.stage is SequenceStage.WAITING or (self.stage is SequenceStage.READY and not self.is_granted)

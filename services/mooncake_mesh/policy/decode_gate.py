@@ -3,9 +3,10 @@
 Until it is granted nobody is shown the first token, so that a refusal is a refusal (429).
 
 ``check``   the papers' double check, decided when the prompt is computed: granted if all KV that the worker was granted
-            leaves room for it and a step with all of that keeps to the TBT objective, refused otherwise (size-neutral:
-            without the request itself). What was computed is lost. The first token goes out then, and its sequence waits for its KV, for room to grow and
-            for a place in the batch after that: between its first two tokens.
+            leaves room for it and a step with all of that keeps to the TBT objective, refused otherwise. What was
+            computed is lost. (Size-neutral: the request itself does not count.) The first token goes out then, and
+            its sequence waits for its KV, for room to grow and for a place in the batch after that: between its first
+            two tokens.
 ``hold``    decided when its KV is there as well, and there is room to grow and a place: until then it is held, in order
             of arrival, so that nobody is passed for ever. The wait is time to the first token. Refused when it is
             expected to outlast the time that is left of that, or has.
@@ -86,7 +87,7 @@ class LinearStep:
 
 
 def verdicts(batch: Batch, waiting: Sequence[Candidate], cost: StepCost | None = None) -> list[Verdict | Refused]:
-    """What becomes of each of *waiting*, oldest first; *batch* is all that was granted. *cost* None: as their gates say.
+    """What becomes of each of *waiting*, oldest first; *batch* is all that was granted. *cost* None: as gates say.
 
     Those that are granted are in the batch for all that come after them; those that are held, for the ones that are
     held behind them.
@@ -108,8 +109,10 @@ def verdicts(batch: Batch, waiting: Sequence[Candidate], cost: StepCost | None =
 
 
 def joining(batch: Batch, waiting: Sequence[Candidate]) -> int:
-    """How many of *waiting*, who were granted and whose KV is there, have room and a place in *batch* now; oldest first,
-    and nobody is passed."""
+    """How many of *waiting*, who were granted and whose KV is there, have room and a place in *batch* now.
+
+    Oldest first, and nobody is passed.
+    """
     for n, candidate in enumerate(waiting):
         after = batch.with_added(candidate.tokens)
         is_full = after.jobs > batch.max_jobs or after.tokens > candidate.gate.room_tokens * ROOM_SHARE

@@ -79,7 +79,7 @@ class Estimates:
         self._copy: dict[int, float] = {}
 
     def queue_s(self, instance: InstanceView, cached_blocks: int) -> float:
-        """Until *instance* has computed what comes before a prompt of which *cached_blocks* are there, and what all that
+        """Until *instance* has computed what comes before a prompt of which *cached_blocks* are there; and what all whom
         it overtakes lose by that together: nobody is to win less than others lose."""
         left_s = instance.busy_until_s - self.now_s
         if left_s <= 0.0:
@@ -134,7 +134,11 @@ class Estimates:
     def fetched_s(self, instance: InstanceView, source: Source) -> float:
         """Time to first token once *instance* has copied what its memory lacks of *source*'s prefix."""
         copy_s = source.wait_s + self.copy_s(source.blocks - self.arena.get(instance.node_id, 0))
-        return max(self.queue_s(instance, source.blocks), source.read_s) + copy_s + instance.factor * self.prefill_s(source.blocks)
+        return (
+            max(self.queue_s(instance, source.blocks), source.read_s)
+            + copy_s
+            + instance.factor * self.prefill_s(source.blocks)
+        )
 
     def locally(self, instance: InstanceView) -> PrefillChoice:
         """*instance* with what its own node holds."""
@@ -272,11 +276,12 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
     arena_blocks, now_s, latest_s = estimates.arena, estimates.now_s, inf
     is_tiered = arena_blocks is not estimates.local
     for instance in able:
-        is_overtaken = is_ordered(instance)
+        queue = instance.queue
+        is_overtaken = bool(queue) and queue[-1].due_s is not None  # is_ordered without a call: this loop is long
         if instance.busy_until_s > latest_s and not is_overtaken:
             continue  # its queue alone takes longer than the best way
         arena = arena_blocks.get(instance.node_id, 0)
-        queue_s = estimates.queue_s(instance, arena)
+        queue_s = estimates.queue_s(instance, arena) if is_overtaken else max(0.0, instance.busy_until_s - now_s)
         if is_tiered:
             ttft_s, _ = estimates.local_way(instance)
         else:

@@ -93,12 +93,13 @@ def seen_by(priority: int, cluster: ClusterView) -> ClusterView:
 
 
 def begin_s(instance: InstanceView, service_s: float, *, now_s: float, priority: int = 0) -> tuple[float, int]:
-    """When *instance* would begin a prompt that comes at *now_s* and takes *service_s*, as far as is known of its queue,
-    and how many it would overtake for that.
+    """When *instance* would begin a prompt that comes at *now_s* and takes *service_s*, and how many it would overtake.
 
     Less urgent prompts must not be in it any more (:func:`seen_by`); tenants are not told apart.
     """
-    new = QueuedPrompt(tokens=0, prefill_s=service_s, priority=priority, due_s=now_s + DEFAULT_RULES.stretch * service_s)
+    new = QueuedPrompt(
+        tokens=0, prefill_s=service_s, priority=priority, due_s=now_s + DEFAULT_RULES.stretch * service_s
+    )
     index, free_s = _behind(new, instance.queue, instance.busy_until_s)
     return max(now_s, free_s), len(instance.queue) - index
 

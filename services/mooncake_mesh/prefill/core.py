@@ -260,9 +260,7 @@ class PrefillCore:
         if self._rules is None:
             return []
         return [
-            entry
-            for entry in self._queue
-            if entry.is_idle and entry.stop is None and is_late(entry.waiting, now_s)
+            entry for entry in self._queue if entry.is_idle and entry.stop is None and is_late(entry.waiting, now_s)
         ]
 
     def _begun(self) -> Iterator[QueuedJob]:
