@@ -37,8 +37,8 @@ DEFAULT_COST: Final = LinearCost(
 
 _DECIDING: Final = (
     "heartbeat_s", "suspect_after_s", "dead_after_s", "ttft_slo_s", "tbt_slo_s", "ttft_slo_factor", "tbt_slo_factor",
-    "placement", "kvcache_balancing_threshold", "replication_share", "admission", "load_measure",
-    "wip_limit", "decode_s", "hybrid_decode", "cost_profile", "seed", "index_max_blocks",
+    "placement", "kvcache_balancing_threshold", "replication_share", "admission", "load_measure", "wip_limit",
+    "decode_s", "hybrid_decode", "hybrid_step_s", "cost_profile", "seed", "index_max_blocks",
 )  # fmt: skip
 """The settings that decisions depend on."""
 
@@ -70,6 +70,7 @@ def conductor_core(
                 measure=config.load_measure,
             ),
             hybrid_decode=config.hybrid_decode,
+            hybrid_step_s=config.hybrid_step_s,
         ),
         "seed": config.seed,
         "levels": ServiceLevels(

@@ -69,33 +69,40 @@ class PromptTimes:
         return known
 
 
-def prefill_view(
-    lease: Lease, room: NodeRoom, pending: Sequence[Pending], times: PromptTimes, factor: float, ttft_s: float | None
-) -> InstanceView:
-    """The first queued prompt has been computed for a while when it is reported; the others follow without a gap.
-
-    *ttft_s* is the objective that decides who may overtake whom.
-    """
-    load = lease.load
+def reported_queue(load: Load, times: PromptTimes, factor: float) -> list[QueuedPrompt]:
+    """The prompts that a prefill instance has accepted and not computed, in their order."""
     prompts = load.queued_prompts or (((load.queued_tokens, 0),) if load.queued_tokens else ())
     priorities = load.queued_priorities if len(load.queued_priorities) == len(prompts) else (0,) * len(prompts)
-    queue = [
+    return [
         times.queued(uncached, cached, factor, priority)
         for (uncached, cached), priority in zip(prompts, priorities, strict=True)
     ]
-    waits_s = load.queued_waits_s
+
+
+def prefill_view(
+    lease: Lease,
+    room: NodeRoom,
+    pending: Sequence[Pending],
+    times: PromptTimes,
+    pace: float,
+    *,
+    ttft_s: float | None,
+    busy_until_s: float,
+    last_placed: int,
+) -> InstanceView:
+    """*busy_until_s* is reckoned; a report alone would be as late as its beat. *ttft_s* is the objective that decides
+    who may overtake whom."""
+    queue = reported_queue(lease.load, times, pace)
+    waits_s = lease.load.queued_waits_s
     for i, wait_s in enumerate(waits_s or (), start=len(queue) - len(waits_s or ())):
         queue[i] = waiting_prompt(queue[i], lease.renewed_s - wait_s, _objective_s(queue[i], ttft_s))
-    busy_until_s = lease.renewed_s
-    if queue:
-        busy_until_s += max(0.0, queue[0].prefill_s - load.prefill_elapsed_s)
-        busy_until_s += sum(prompt.prefill_s for prompt in queue[1:])
+    ends_s = busy_until_s - sum(work.prefill_s for work in pending)
     for work in pending:
         prompt = QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s, priority=work.priority)
-        if waits_s is not None and busy_until_s > work.placed_s:
+        if waits_s is not None and ends_s > work.placed_s:
             prompt = waiting_prompt(prompt, work.placed_s, _objective_s(prompt, ttft_s))
-        queue_up(prompt, queue, busy_until_s)
-        busy_until_s = max(busy_until_s, work.placed_s) + work.prefill_s
+        queue_up(prompt, queue, ends_s)
+        ends_s += work.prefill_s
     return InstanceView(
         instance_id=lease.member.instance_id,
         node_id=lease.member.node_id,
@@ -104,7 +111,9 @@ def prefill_view(
         busy_until_s=busy_until_s,
         queue=tuple(queue),
         least_urgent=max((prompt.priority for prompt in queue), default=BEGUN),
-        factor=factor,
+        factor=pace,
+        pace=pace,
+        last_placed=last_placed,
     )
 
 
@@ -118,7 +127,10 @@ def decode_view(
     pending: Sequence[Pending],
     cost: CostModel,
     factor: float,
+    *,
     step_limit_s: float | None,
+    pace: float,
+    last_placed: int,
 ) -> InstanceView:
     """*step_limit_s* bounds the KV it may run; without one its blocks do.
 
@@ -153,4 +165,6 @@ def decode_view(
         kv_limit_tokens=limit_tokens,
         max_batch=load.max_batch,
         factor=factor,
+        pace=pace,
+        last_placed=last_placed,
     )

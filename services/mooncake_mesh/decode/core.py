@@ -179,7 +179,7 @@ class DecodeCore:
         shown: list[DecodeSequence] = []
         refused: list[tuple[DecodeSequence, Refused]] = []
         asking = [seq for seq in gated if not seq.is_shown and (seq.stage is SequenceStage.READY or _is_checked(seq))]
-        found = verdicts(self._batch(), _candidates(asking, now_s), self._step_cost)
+        found = verdicts(self._shown(), _candidates(asking, now_s), self._step_cost)
         for sequence, verdict in zip(asking, found, strict=True):
             if verdict is Verdict.GRANTED:
                 sequence.is_shown = True
@@ -196,19 +196,19 @@ class DecodeCore:
     def _grant(self, now_s: float) -> tuple[DecodeSequence, ...]:
         """Let those begin whose first token is out, whose KV is here, and for whom there is room."""
         shown = [seq for seq in self._gated.values() if seq.is_shown and seq.stage is SequenceStage.READY]
-        n_joining = joining(self._joined(), _candidates(shown, now_s)) if shown else 0
+        n_joining = joining(self.batch(), _candidates(shown, now_s)) if shown else 0
         for sequence in shown[:n_joining]:
             sequence.is_granted = True
             del self._gated[sequence.job.job_id]
         return tuple(shown[:n_joining])
 
-    def _batch(self) -> Batch:
-        """All whose first token is out."""
+    def _shown(self) -> Batch:
+        """All whose first token is out, whether they are decoded already or not."""
         begun = (seq for seq in self._sequences.values() if not seq.is_over)
         return self._of([seq for seq in begun if seq.is_shown or (seq.is_granted and seq.stage in ACTIVE)])
 
-    def _joined(self) -> Batch:
-        """All that are decoded."""
+    def batch(self) -> Batch:
+        """All that may be decoded now, those that are about to join included."""
         return self._of([seq for seq in self._sequences.values() if seq.is_granted and seq.stage in ACTIVE])
 
     def _of(self, sequences: Sequence[DecodeSequence]) -> Batch:

@@ -1,7 +1,7 @@
-"""Threads for copies and checksums, which release the GIL.
+"""Threads for work that releases the GIL: copies, checksums, the engine.
 
 A pool of concurrent.futures would do, at the price of two futures, two locks and two more wake-ups for each piece of
-work: more than copying 512 KiB takes.
+work: more than copying 512 KiB takes, and there is a piece of work for every decode step.
 """
 
 import asyncio
@@ -11,19 +11,21 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
-from mooncake_mesh.messenger.transports.streams import tell
+import structlog
+
+log = structlog.get_logger(__name__)
 
 _T = TypeVar("_T")
 _STOP: Final = None
 
 
 class Crew:
-    """*n_threads* threads that work for one event loop. Create on the loop."""
+    """*n_threads* threads that work for one event loop; one does what it is given in order. Create on the loop."""
 
-    def __init__(self, n_threads: int) -> None:
+    def __init__(self, n_threads: int, *, name: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, name="kv-work", daemon=True) for _ in range(n_threads)]
+        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(n_threads)]
         for thread in self._threads:
             thread.start()
 
@@ -48,10 +50,18 @@ class Crew:
             work, outcome = job
             try:
                 result = work()
-            except Exception as error:  # noqa: BLE001  whoever awaits the outcome gets it
+            except BaseException as error:  # noqa: BLE001  whoever awaits the outcome gets it
                 tell(self._loop, partial(_fail, outcome, error))
             else:
                 tell(self._loop, partial(_succeed, outcome, result))
+
+
+def tell(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
+    """Run *action* on *loop*, from any thread. Once the loop is closed nobody is left to hear of it."""
+    try:
+        loop.call_soon_threadsafe(action)
+    except RuntimeError as error:
+        log.debug("loop_closed", error=str(error))
 
 
 def _succeed(outcome: "asyncio.Future[_T]", result: _T) -> None:
@@ -59,6 +69,6 @@ def _succeed(outcome: "asyncio.Future[_T]", result: _T) -> None:
         outcome.set_result(result)
 
 
-def _fail(outcome: "asyncio.Future[Any]", error: Exception) -> None:
+def _fail(outcome: "asyncio.Future[Any]", error: BaseException) -> None:
     if not outcome.done():
         outcome.set_exception(error)
