@@ -340,7 +340,7 @@ class _Run:
     def _refused(self, flight: Flight, reason: str) -> None:
         """Its KV was there, and no place for it: placed elsewhere, as the gateway does it, if anybody has one now."""
         self._open -= 1
-        if flight.sent_s != flight.sent_s:  # it waited for a place to land
+        if not flight.is_inline and flight.sent_s != flight.sent_s:  # it waited for a place to land
             self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
         refused_by = tuple(sorted({*flight.refused_by, flight.placement.decode.instance_id}))
         tokens = flight.request.input_tokens
