@@ -102,24 +102,24 @@ class DecodeShell:
         core, window = self.core, self._window
         stepped = self._stepped()
         decoded = stepped if self._batch else 0
-        waiting = waiting_tokens = 0
-        progress: list[tuple[int, int]] = []
-        for sequence in core.sequences():  # in one pass: there are two of these a second and instance
-            if sequence.is_waiting:
-                waiting += 1
-                waiting_tokens += sequence.length
-            else:
-                more = stepped if sequence.stage is SequenceStage.RUNNING else 0
-                progress.append((sequence.length + more, sequence.decoded + more))
+        progress = core.progress()
+        if stepped:
+            ahead = zip(core.unheld(), progress, strict=True)
+            progress = tuple(
+                [
+                    (length + stepped, drawn + stepped) if sequence.stage is SequenceStage.RUNNING else (length, drawn)
+                    for sequence, (length, drawn) in ahead
+                ]
+            )
         return Load(
             blocks_total=self._batch_blocks,
             max_batch=core.max_batch,
-            queued_jobs=waiting,
-            queued_tokens=waiting_tokens,
+            queued_jobs=core.n_waiting,
+            queued_tokens=core.waiting_tokens,
             running_jobs=len(progress),
-            running_tokens=sum(tokens for tokens, _ in progress),
+            running_tokens=sum([tokens for tokens, _ in progress]),
             step_s=window.step_s_after(decoded, self._step_s),
-            sequences=tuple(progress),
+            sequences=progress,
             decoded_tokens=core.decoded_tokens,
             steps=core.steps + decoded,
             recent_steps=(window.sample(decoded, self.node.kind),) if decoded else core.recent_steps()[-1:],

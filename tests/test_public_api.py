@@ -84,6 +84,7 @@ SDK = {
     "SyncMooncakeClient",
     "Timeouts",
     "TooLong",
+    "ToolCall",
     "Usage",
     "WireError",
 }

@@ -5,10 +5,11 @@ import json
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import jsonschema
 import openai
+import pydantic
 import pytest
 
 from mooncake_mesh.engine.fake import expected_tokens
@@ -232,6 +233,41 @@ def test_a_form_wins_over_what_would_make_it_longer(client: openai.OpenAI) -> No
 def test_other_forms(client: openai.OpenAI, extra: dict[str, Any], pattern: str) -> None:
     answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=400, extra_body=extra)
     assert re.fullmatch(pattern, answer.choices[0].text)
+
+
+class Trip(pydantic.BaseModel):
+    """Book a trip."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    to: Literal["Ulm", "Bern"]
+    nights: Annotated[int, pydantic.Field(ge=1, le=14)]
+
+
+def test_a_tool_that_must_be_called_is_called_with_valid_arguments(client: openai.OpenAI) -> None:
+    """The fake engine knows nothing of tools: it is the grammar that makes the call."""
+    tools: list[Any] = [openai.pydantic_function_tool(Trip)]
+    for choice in ("required", {"type": "function", "function": {"name": "Trip"}}):
+        options: dict[str, Any] = {
+            "model": MODEL,
+            "messages": MESSAGES,
+            "tools": tools,
+            "tool_choice": choice,
+            "seed": 3,
+        }
+        answer = client.chat.completions.parse(**options, parallel_tool_calls=False, max_tokens=200)
+        (call,) = answer.choices[0].message.tool_calls
+        assert isinstance(call.function.parsed_arguments, Trip)
+        assert answer.choices[0].message.content is None
+        with client.chat.completions.stream(**options, parallel_tool_calls=False, max_tokens=200) as stream:
+            final = stream.get_final_completion()
+        assert [call.function.parsed_arguments for call in final.choices[0].message.tool_calls] == [
+            call.function.parsed_arguments
+        ]
+
+
+def test_the_package_parses_a_model_out_of_an_answer(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Trip, max_tokens=200)
+    assert isinstance(answer.choices[0].message.parsed, Trip)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -320,7 +320,7 @@ def test_a_prompt_pays_for_those_that_it_overtakes() -> None:
     """Two wait at p0 for 1 s each; p1 is busy for 2 s, and its prompt has begun. The prompt takes 1.61 s, 0.17 s where
     nine of its blocks are."""
     waits = (waiting_prompt(QueuedPrompt(tokens=1, prefill_s=1.0), 100.0, 30.0),) * 2
-    p0, p1 = replace(view("p0", busy_s=2.0), queue=waits), view("p1", busy_s=2.0, jobs=1)
+    p0, p1 = replace(view("p0", busy_s=2.0), queue=waits, is_ordered=True), view("p1", busy_s=2.0, jobs=1)
     choose = PREFILL_POLICIES[PlacementKind.LOCAL]
 
     def choice(shape: RequestShape, *able: InstanceView) -> PrefillChoice:

@@ -22,6 +22,7 @@ from mooncake_mesh.client.answers import (
     CompletionChoice,
     Delta,
     Model,
+    ToolCall,
     Usage,
 )
 from mooncake_mesh.client.sync import SyncAnswerStream, SyncMooncakeClient
@@ -80,6 +81,7 @@ __all__ = [
     "SyncMooncakeClient",
     "Timeouts",
     "TooLong",
+    "ToolCall",
     "Usage",
     "WireError",
 ]

@@ -1,8 +1,8 @@
 """From what an instance reported and what was placed on it since to the view that a policy sees. Pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, overload
 
 from mooncake_mesh.mesh.peers import Lease
 from mooncake_mesh.policy.cost_model import CostModel
@@ -50,75 +50,165 @@ def node_room(reported: Load, pending: Sequence[Pending]) -> NodeRoom:
     )
 
 
-class PromptTimes:
-    """Prompts of a queue with the time that each takes. The same ones are reported with every beat while they wait."""
+class PromptTimes(dict[tuple[int, int], float]):
+    """How long a prompt of (uncached, cached) tokens takes by the cost model.
+
+    The same ones are reported with every beat while they wait.
+    """
 
     def __init__(self, cost: CostModel) -> None:
+        super().__init__()
         self._cost = cost
-        self._known: dict[tuple[int, int, float, int], QueuedPrompt] = {}
 
-    def queued(self, uncached: int, cached: int, factor: float, priority: int = 0) -> QueuedPrompt:
-        """A prompt at an instance that is *factor* times as slow as the model says."""
-        key = (uncached, cached, factor, priority)
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= _MOST_PROMPTS:
-                self._known.clear()
-            prefill_s = factor * self._cost.prefill_s(uncached, cached)
-            known = self._known[key] = QueuedPrompt(tokens=uncached + cached, prefill_s=prefill_s, priority=priority)
+    def __missing__(self, prompt: tuple[int, int]) -> float:
+        if len(self) >= _MOST_PROMPTS:
+            self.clear()
+        known = self[prompt] = self._cost.prefill_s(*prompt)
         return known
 
 
-def reported_queue(load: Load, times: PromptTimes, factor: float) -> list[QueuedPrompt]:
-    """The prompts that a prefill instance has accepted and not computed, in their order."""
+class PromptQueue(Sequence[QueuedPrompt]):
+    """The queue of one report, and what was placed after it. Immutable.
+
+    Its prompts are made when somebody looks at one: there may be thousands, and most policies ask for their number.
+    *arrivals_s* are those of the last ones, which others may overtake; None: nobody overtakes.
+    """
+
+    __slots__ = (
+        "_arrivals_s",
+        "_busy_until_s",
+        "_made",
+        "_pending",
+        "_prefills_s",
+        "_priorities",
+        "_prompts",
+        "_ttft_s",
+    )
+
+    def __init__(
+        self,
+        prompts: tuple[tuple[int, int], ...],
+        prefills_s: Sequence[float],
+        priorities: Sequence[int],
+        arrivals_s: Sequence[float] | None,
+        ttft_s: float | None,
+    ) -> None:
+        self._prompts = prompts
+        self._prefills_s = prefills_s
+        self._priorities = priorities
+        self._arrivals_s = arrivals_s
+        self._ttft_s = ttft_s
+        self._pending: tuple[Pending, ...] = ()
+        self._busy_until_s = 0.0
+        self._made: tuple[QueuedPrompt, ...] | None = None
+
+    def followed_by(self, pending: Sequence[Pending], busy_until_s: float) -> "PromptQueue":
+        """With *pending* put where the instance will put them; all are computed by *busy_until_s*."""
+        after = PromptQueue(self._prompts, self._prefills_s, self._priorities, self._arrivals_s, self._ttft_s)
+        after._pending, after._busy_until_s = tuple(pending), busy_until_s
+        return after
+
+    @property
+    def is_ordered(self) -> bool:
+        return self._arrivals_s is not None
+
+    def __len__(self) -> int:
+        return len(self._prompts) + len(self._pending)
+
+    @property
+    def least_urgent(self) -> int:
+        """The largest priority among the reported ones."""
+        return max(self._priorities, default=BEGUN)
+
+    @property
+    def reported_s(self) -> Sequence[float]:
+        """How long each of the reported ones takes."""
+        return self._prefills_s
+
+    @overload
+    def __getitem__(self, index: int) -> QueuedPrompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[QueuedPrompt, ...]: ...
+    def __getitem__(self, index: int | slice) -> QueuedPrompt | tuple[QueuedPrompt, ...]:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[QueuedPrompt]:
+        return iter(self._all())
+
+    def _all(self) -> tuple[QueuedPrompt, ...]:
+        if self._made is None:
+            self._made = tuple(self._in_order())
+        return self._made
+
+    def _in_order(self) -> list[QueuedPrompt]:
+        reported = zip(self._prompts, self._prefills_s, self._priorities, strict=True)
+        queue = [
+            QueuedPrompt(tokens=uncached + cached, prefill_s=prefill_s, priority=priority)
+            for (uncached, cached), prefill_s, priority in reported
+        ]
+        arrivals_s = self._arrivals_s or ()
+        for i, arrival_s in enumerate(arrivals_s, start=len(queue) - len(arrivals_s)):
+            queue[i] = self._waiting(queue[i], arrival_s)
+        ends_s = self._busy_until_s - sum(work.prefill_s for work in self._pending)
+        for work in self._pending:
+            prompt = QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s, priority=work.priority)
+            has_to_wait = self.is_ordered and ends_s > work.placed_s
+            queue_up(self._waiting(prompt, work.placed_s) if has_to_wait else prompt, queue, ends_s)
+            ends_s += work.prefill_s
+        return queue
+
+    def _waiting(self, prompt: QueuedPrompt, arrival_s: float) -> QueuedPrompt:
+        return waiting_prompt(prompt, arrival_s, None if is_batch(prompt.priority) else self._ttft_s)
+
+
+def reported_queue(
+    load: Load, times: PromptTimes, factor: float, *, reported_s: float, ttft_s: float | None
+) -> PromptQueue:
+    """The prompts that a prefill instance has accepted and not computed, in their order.
+
+    *ttft_s* is the objective that decides who may overtake whom.
+    """
     prompts = load.queued_prompts or (((load.queued_tokens, 0),) if load.queued_tokens else ())
     priorities = load.queued_priorities if len(load.queued_priorities) == len(prompts) else (0,) * len(prompts)
-    return [
-        times.queued(uncached, cached, factor, priority)
-        for (uncached, cached), priority in zip(prompts, priorities, strict=True)
-    ]
+    waits_s = load.queued_waits_s
+    return PromptQueue(
+        prompts,
+        [factor * prefill_s for prefill_s in map(times.__getitem__, prompts)],
+        priorities,
+        None if waits_s is None else [reported_s - wait_s for wait_s in waits_s[: len(prompts)]],
+        ttft_s,
+    )
 
 
 def prefill_view(
     lease: Lease,
     room: NodeRoom,
+    reported: PromptQueue,
     pending: Sequence[Pending],
-    times: PromptTimes,
     pace: float,
     *,
-    ttft_s: float | None,
     busy_until_s: float,
     last_placed: int,
 ) -> InstanceView:
-    """*busy_until_s* is reckoned; a report alone would be as late as its beat. *ttft_s* is the objective that decides
-    who may overtake whom."""
-    queue = reported_queue(lease.load, times, pace)
-    waits_s = lease.load.queued_waits_s
-    for i, wait_s in enumerate(waits_s or (), start=len(queue) - len(waits_s or ())):
-        queue[i] = waiting_prompt(queue[i], lease.renewed_s - wait_s, _objective_s(queue[i], ttft_s))
-    ends_s = busy_until_s - sum(work.prefill_s for work in pending)
-    for work in pending:
-        prompt = QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s, priority=work.priority)
-        if waits_s is not None and ends_s > work.placed_s:
-            prompt = waiting_prompt(prompt, work.placed_s, _objective_s(prompt, ttft_s))
-        queue_up(prompt, queue, ends_s)
-        ends_s += work.prefill_s
+    """*pending* comes after what was *reported*; *busy_until_s* is reckoned: a report alone would be as late as its
+    beat."""
+    queue, least_urgent = reported, reported.least_urgent
+    if pending:
+        queue = reported.followed_by(pending, busy_until_s)
+        least_urgent = max(least_urgent, *(work.priority for work in pending))
     return InstanceView(
         instance_id=lease.member.instance_id,
         node_id=lease.member.node_id,
         blocks_total=room.blocks_total,
         blocks_available=room.blocks_available,
         busy_until_s=busy_until_s,
-        queue=tuple(queue),
-        least_urgent=max((prompt.priority for prompt in queue), default=BEGUN),
+        queue=queue,
+        least_urgent=least_urgent,
+        is_ordered=reported.is_ordered,
         factor=pace,
         pace=pace,
         last_placed=last_placed,
     )
-
-
-def _objective_s(prompt: QueuedPrompt, ttft_s: float | None) -> float | None:
-    return None if is_batch(prompt.priority) else ttft_s
 
 
 def decode_view(

@@ -87,7 +87,7 @@ class InlinePrompts:
     def _chunk(self, prompt: InlinePrompt) -> PrefillChunk:
         sequence, start = prompt.sequence, prompt.computed_tokens
         end = start + prompt.next_tokens
-        tokens = sequence.tokens[: sequence.prompt_tokens]
+        tokens = sequence.prompt
         sample = None
         if end == sequence.prompt_tokens:
             job = sequence.job

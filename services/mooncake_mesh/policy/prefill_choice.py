@@ -25,7 +25,7 @@ from typing import Final
 
 from mooncake_mesh.config_scheduling import PlacementKind
 from mooncake_mesh.policy.cost_model import CostModel
-from mooncake_mesh.policy.queue_order import begin_s, is_ordered
+from mooncake_mesh.policy.queue_order import begin_s
 from mooncake_mesh.policy.views import ClusterView, InstanceView, RequestShape
 from mooncake_proto.ids import NodeId
 
@@ -47,11 +47,6 @@ class PrefillChoice:
     read_node: NodeId | None = None
     read_blocks: int = 0
     read_limit_blocks: int | None = None
-
-    @property
-    def price_s(self) -> float:
-        """What choices are compared by."""
-        return self.ttft_s + self.delay_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +91,7 @@ class Estimates:
         left_s = instance.busy_until_s - self.now_s
         if left_s <= 0.0:
             return 0.0
-        if not is_ordered(instance):
+        if not instance.is_ordered:
             return left_s
         service_s = instance.factor * self.prefill_s(cached_blocks)
         begins_s, overtaken = begin_s(instance, service_s, now_s=self.now_s, priority=self._request.priority)
@@ -104,7 +99,7 @@ class Estimates:
 
     def delay_s(self, instance: InstanceView, cached_blocks: int) -> float:
         """The part of :meth:`queue_s` that others bear."""
-        if not is_ordered(instance):
+        if not instance.is_ordered:
             return 0.0
         service_s = instance.factor * self.prefill_s(cached_blocks)
         return begin_s(instance, service_s, now_s=self.now_s, priority=self._request.priority)[1] * service_s
@@ -219,15 +214,18 @@ def choose_kvcache_centric(
     if not frontier:
         return _soonest(able, estimates, ())
     best = frontier[0]
-    candidates = [
-        estimates.fetching(instance, best)
-        if best.node != instance.node_id and best.blocks > threshold * estimates.local_way(instance)[1]
-        else estimates.locally(instance)
-        for instance in able
-    ]
-    limit_s = AS_GOOD * min(choice.price_s for choice in candidates)
-    as_good = (choice for choice in candidates if choice.price_s <= limit_s)
-    return min(as_good, key=lambda choice: (choice.fetch_node is not None, *_turn(choice.instance)))
+
+    def way(instance: InstanceView) -> tuple[float, bool, InstanceView]:
+        local_s, local_blocks = estimates.local_way(instance)
+        if best.node != instance.node_id and best.blocks > threshold * local_blocks:
+            return estimates.fetched_s(instance, best), True, instance
+        return local_s, False, instance
+
+    ways = [way(instance) for instance in able]
+    limit_s = AS_GOOD * min([ttft_s for ttft_s, _, _ in ways])
+    as_good = ((is_fetching, instance) for ttft_s, is_fetching, instance in ways if ttft_s <= limit_s)
+    is_fetching, chosen = min(as_good, key=lambda way: (way[0], *_turn(way[1])))
+    return estimates.fetching(chosen, best) if is_fetching else estimates.locally(chosen)
 
 
 def choose_adaptive(
@@ -290,12 +288,10 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
     arena_blocks, now_s = estimates.arena, estimates.now_s
     is_tiered = arena_blocks is not estimates.local
     for instance in able:
-        queue = instance.queue
-        is_overtaken = bool(queue) and queue[-1].due_s is not None  # is_ordered without a call: this loop is long
-        if instance.busy_until_s > latest_s and not is_overtaken:
+        if instance.busy_until_s > latest_s and not instance.is_ordered:
             continue  # its queue alone takes longer than the best way
         arena = arena_blocks.get(instance.node_id, 0)
-        queue_s = estimates.queue_s(instance, arena) if is_overtaken else max(0.0, instance.busy_until_s - now_s)
+        queue_s = estimates.queue_s(instance, arena) if instance.is_ordered else max(0.0, instance.busy_until_s - now_s)
         if is_tiered:
             ttft_s, _ = estimates.local_way(instance)
         else:
@@ -306,7 +302,7 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
                 break
             if source.node == instance.node_id:
                 continue  # reading it is a local way
-            if is_overtaken:
+            if instance.is_ordered:
                 queue_s = estimates.queue_s(instance, source.blocks)
             fetched_s = max(queue_s, source.read_s) + source.wait_s + estimates.copy_s(source.blocks - arena)
             fetched_s += instance.factor * estimates.prefill_s(source.blocks)

@@ -104,11 +104,6 @@ def begin_s(instance: InstanceView, service_s: float, *, now_s: float, priority:
     return max(now_s, free_s), len(instance.queue) - index
 
 
-def is_ordered(instance: InstanceView) -> bool:
-    """Whether a prompt that comes may overtake some that wait for *instance*."""
-    return bool(instance.queue) and instance.queue[-1].due_s is not None
-
-
 def queue_up(new: QueuedPrompt, queue: list[QueuedPrompt], busy_until_s: float) -> None:
     """Put *new* where its instance, which will have computed *queue* by *busy_until_s*, puts it."""
     queue.insert(_behind(new, queue, busy_until_s)[0], new)

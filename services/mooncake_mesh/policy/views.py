@@ -31,7 +31,7 @@ class InstanceView:
     """One instance, prefill or decode; fields that do not apply to its role keep their defaults.
 
     Prefill: ``queue`` are the accepted prompts that are not computed yet, next one first; all are by ``busy_until_s``.
-    ``least_urgent`` is the largest priority among them.
+    ``least_urgent`` is the largest priority among them; ``is_ordered``: a prompt that comes may overtake some of them.
     Decode: running jobs are in the batch, waiting ones have their KV still to come; ``sequences`` are the (tokens,
     decoded tokens) of the running ones, ``step_s`` is how long a step takes of late, and ``kv_limit_tokens`` how much
     KV it can run within the TBT objective, 0 for no limit but its blocks; ``max_batch`` sequences fit a step, 0 if
@@ -48,8 +48,9 @@ class InstanceView:
     blocks_total: int
     blocks_available: int
     busy_until_s: float = 0.0
-    queue: tuple[QueuedPrompt, ...] = ()
+    queue: Sequence[QueuedPrompt] = ()
     least_urgent: int = 0
+    is_ordered: bool = False
     running_jobs: int = 0
     running_tokens: int = 0
     waiting_jobs: int = 0
