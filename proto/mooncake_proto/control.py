@@ -158,6 +158,29 @@ class Goodbye:
     incarnation: Incarnation
 
 
+@message("control.drain")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """Operator → worker: take nothing new and finish what you have. Answered Ok at once; a second one changes nothing.
+
+    The worker stays a member, and its node goes on serving the KV it holds. Another incarnation than ``incarnation``
+    refuses.
+    """
+
+    incarnation: Incarnation
+
+
+@message("control.stop")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Operator → worker or messenger: end in an orderly way, as after SIGTERM. Answered Ok before.
+
+    Another incarnation than ``incarnation`` refuses.
+    """
+
+    incarnation: Incarnation
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberState:
     """``takes_work``: the conductor would place a request on this worker now."""

@@ -175,6 +175,11 @@ class Mesh:
     def is_running(self, name: str) -> bool:
         return self._children[name].is_running
 
+    def pid(self, name: str) -> int:
+        process = self._children[name].process
+        assert process is not None
+        return process.pid
+
     # --- how it fares -------------------------------------------------------------------------------------------------
 
     def status(self, *, timeout_s: float = 5.0) -> StatusReport:
@@ -210,10 +215,10 @@ class Mesh:
 
         def look() -> StatusReport | None:
             report = self.status()
-            return None if any(_held(state) for state in report.cluster.members) else report
+            return None if any(held(state) for state in report.cluster.members) else report
 
         def tell() -> object:
-            return {state.member.instance_id: _held(state) for state in self.status().cluster.members if _held(state)}
+            return {state.member.instance_id: held(state) for state in self.status().cluster.members if held(state)}
 
         return self.wait(look, timeout_s=timeout_s, what="all jobs and blocks to be given back", tell=tell)
 
@@ -256,6 +261,7 @@ class Mesh:
         """Start a process, again if it is gone, with the same flags."""
         child = self._children[name]
         assert not child.is_running, f"{name} runs already"
+        child.is_paused = False
         child.log_start = child.log.stat().st_size if child.log.exists() else 0
         argv = [child.role, *child.flags]
         if self._fork_server is not None:
@@ -410,7 +416,7 @@ class Mesh:
         self._used_shm |= set(_shm_of(child.process.pid))
 
 
-def _held(state: MemberState) -> dict[str, int]:
+def held(state: MemberState) -> dict[str, int]:
     """What a member that is alive still works on or keeps for somebody."""
     load = state.load
     counts = {

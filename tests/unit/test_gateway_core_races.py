@@ -9,6 +9,7 @@ from mooncake_mesh.errors import Aborted, DeadlineExceeded, InvalidTransition, R
 from mooncake_mesh.gateway.api import TokenEvent, TokenRequest
 from mooncake_mesh.gateway.core import (
     _MOVES,
+    CONDUCTOR_UNREACHABLE,
     KeySpace,
     RequestCore,
     RequestStage,
@@ -364,6 +365,33 @@ def test_a_refusal_at_first_is_the_answer() -> None:
     request = core()
     refusal = Rejected("no_worker", unavailable=True, retry_after_s=1.0)
     assert request.handle(NotPlaced(job_id=job(0), error=refusal), 100.0) == [Fail(error=refusal)]
+
+
+def test_a_new_request_waits_for_a_conductor_that_restarts() -> None:
+    """Also while the conductor, back again, has not heard of its workers yet."""
+    request = core()
+    away = Rejected(CONDUCTOR_UNREACHABLE, unavailable=True, retry_after_s=1.0)
+    empty = Rejected("no_worker", unavailable=True, retry_after_s=1.0)
+    assert asks(request.handle(NotPlaced(job_id=job(0), error=away), 100.0)) == [(job(0), 0.05, ())]
+    assert asks(request.handle(NotPlaced(job_id=job(0), error=empty), 101.0)) == [(job(0), 0.1, ())]
+    [start] = request.handle(Placed(placement=placement(0)), 101.2)
+    assert isinstance(start, StartJobs)
+
+
+def test_nobody_waits_for_a_conductor_for_ever() -> None:
+    request = core()
+    away = Rejected(CONDUCTOR_UNREACHABLE, unavailable=True, retry_after_s=1.0)
+    assert asks(request.handle(NotPlaced(job_id=job(0), error=away), 100.0))
+    assert asks(request.handle(NotPlaced(job_id=job(0), error=away), 114.9))
+    assert request.handle(NotPlaced(job_id=job(0), error=away), 115.0) == [Fail(error=away)]
+
+
+def test_a_full_mesh_is_a_refusal_also_after_the_conductor_was_away() -> None:
+    request = core()
+    away = Rejected(CONDUCTOR_UNREACHABLE, unavailable=True, retry_after_s=1.0)
+    full = Rejected("pool_full", unavailable=False, retry_after_s=1.0)
+    request.handle(NotPlaced(job_id=job(0), error=away), 100.0)
+    assert request.handle(NotPlaced(job_id=job(0), error=full), 100.1) == [Fail(error=full)]
 
 
 @pytest.mark.parametrize(("retry_after_s", "pause_s"), [(0.0, 0.05), (0.3, 0.3), (9.0, 1.0)])

@@ -43,6 +43,27 @@ def test_a_member_joins_once_and_beats_in_silence(table: PeerTable) -> None:
     assert (lease.member, lease.health, lease.load, lease.renewed_s) == (FIRST, Health.ALIVE, Load(queued_jobs=4), 2.0)
 
 
+def test_a_keeper_that_slept_holds_it_against_nobody() -> None:
+    """Stopped for ten seconds, it heard no beats; but who is silent all along dies, however slow its looks are."""
+    table = PeerTable(suspect_after_s=3.0, dead_after_s=6.0, look_every_s=1.0)
+    table.join(FIRST, 0.0)
+    assert table.expire(0.5) == []
+    assert table.expire(10.5) == []
+    assert table.beat(DECODE, FIRST.incarnation, Load(), 10.6) == []
+    health = [event.health for now_s in range(12, 30, 2) for event in table.expire(float(now_s))]
+    assert health == [Health.SUSPECT, Health.DEAD]
+
+
+def test_a_beat_after_the_sleep_is_no_beat_from_the_future() -> None:
+    table = PeerTable(suspect_after_s=3.0, dead_after_s=6.0, look_every_s=1.0)
+    table.join(FIRST, 0.0)
+    table.expire(0.5)
+    table.beat(DECODE, FIRST.incarnation, Load(), 10.4)
+    table.expire(10.5)
+    [lease] = table
+    assert lease.renewed_s == 10.5
+
+
 @pytest.mark.parametrize(
     ("age_s", "health"),
     [(2.999, Health.ALIVE), (3.0, Health.SUSPECT), (5.999, Health.SUSPECT), (6.0, Health.DEAD), (59.9, Health.DEAD)],

@@ -88,6 +88,12 @@ _MOVES: Final = frozenset(
     }
 )
 _LEAST_RETRY_AFTER_S: Final = 1.0
+CONDUCTOR_UNREACHABLE: Final = "conductor_unreachable"
+"""The reason of a refusal that the gateway gives itself when the conductor cannot be asked."""
+
+_CONDUCTOR_PATIENCE_S: Final = 15.0
+"""How long a request waits for a conductor that cannot be asked: longer than it takes to restart one."""
+
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _ROOM_CODES: Final = frozenset({"no_free_blocks", "rejected", "overloaded", "draining"})
@@ -124,6 +130,7 @@ class RequestCore:
         self._is_gated = False
         self._refusal: Rejected | None = None
         self._refused_by: set[InstanceId] = set()
+        self._conductor_lost_s: float | None = None
         self._losses = 0
         self._pauses = 0
         self._avoid: Counter[InstanceId] = Counter()
@@ -148,7 +155,7 @@ class RequestCore:
                 return self._start(placement, now_s)
             case NotPlaced(job_id=job_id, error=error):
                 is_due = job_id == self.job_id and self.stage is RequestStage.PLACING
-                return self._not_placed(error) if is_due else []
+                return self._not_placed(error, now_s) if is_due else []
             case JobsAccepted(job_id=job_id):
                 if job_id == self.job_id:
                     self._is_accepted = True
@@ -199,6 +206,7 @@ class RequestCore:
             return []
         self._move(RequestStage.STARTING)
         self.placement = placement
+        self._conductor_lost_s = None
         self._is_accepted = False
         self._has_decoded = False
         is_single = self._request.stopping.max_new_tokens - len(self._drawn) <= 1
@@ -222,9 +230,11 @@ class RequestCore:
             self._jobs_at = (placement.prefill,) if is_single else (placement.prefill, placement.decode)
         return [start]
 
-    def _not_placed(self, error: MooncakeError) -> list[RequestCommand]:
+    def _not_placed(self, error: MooncakeError, now_s: float) -> list[RequestCommand]:
         """A request that has never run, or that a decode worker had no place for, is refused; any other that has run
-        waits for its turn, if it can ever come."""
+        waits for its turn, if it can ever come. While the conductor is away, or has just begun, all wait a while."""
+        if self._is_conductor_away(error, now_s):
+            return [self._ask(after_s=self._pause_s())]
         if self._attempt == 0 or (isinstance(error, Rejected) and error.reason.endswith("_too_small")):
             return self._fail(error)
         if self._refusal is not None and not self._drawn:
@@ -233,6 +243,14 @@ class RequestCore:
         if isinstance(error, Rejected):
             pause_s = max(pause_s, min(error.retry_after_s, _LONGEST_PAUSE_S))
         return [self._ask(after_s=pause_s)]
+
+    def _is_conductor_away(self, error: MooncakeError, now_s: float) -> bool:
+        """One that comes back has to hear of its members first, so "nobody is there" counts as being away still."""
+        if not isinstance(error, Rejected) or not error.unavailable:
+            return False
+        if error.reason == CONDUCTOR_UNREACHABLE and self._conductor_lost_s is None:
+            self._conductor_lost_s = now_s
+        return self._conductor_lost_s is not None and now_s - self._conductor_lost_s < _CONDUCTOR_PATIENCE_S
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import structlog
 
 from mooncake_mesh.errors import CallTimeout, MooncakeError, PeerUnreachable, Rejected
 from mooncake_mesh.gateway.api import Readiness, TokenEvent, TokenRequest
-from mooncake_mesh.gateway.core import KeySpace, RequestCore
+from mooncake_mesh.gateway.core import CONDUCTOR_UNREACHABLE, KeySpace, RequestCore
 from mooncake_mesh.gateway.ledger import Ledger, RequestAccount
 from mooncake_mesh.gateway.request_events import (
     AskPlacement,
@@ -260,7 +260,7 @@ class MeshClient:
             )
         except (PeerUnreachable, CallTimeout) as error:
             log.warning("conductor_unreachable", job_id=job_id, code=error.code)
-            refusal = Rejected("conductor_unreachable", unavailable=True, retry_after_s=_CONDUCTOR_RETRY_AFTER_S)
+            refusal = Rejected(CONDUCTOR_UNREACHABLE, unavailable=True, retry_after_s=_CONDUCTOR_RETRY_AFTER_S)
             self._feed(running, NotPlaced(job_id=job_id, error=refusal))
         except MooncakeError as error:  # the conductor's own word, or an answer that makes no sense
             self._feed(running, NotPlaced(job_id=job_id, error=error))

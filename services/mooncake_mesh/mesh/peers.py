@@ -35,14 +35,27 @@ PeerEvent = Joined | HealthChanged
 
 
 class PeerTable:
-    """Leases by instance id. Times are seconds of any monotonic clock, passed in."""
+    """Leases by instance id. Times are seconds of any monotonic clock, passed in.
 
-    def __init__(self, *, suspect_after_s: float, dead_after_s: float, forget_after_s: float = 60.0) -> None:
+    Who keeps the table calls :meth:`expire` at least every *look_every_s*, where that is given: what a call comes later
+    than that, its keeper has slept, heard nobody's beats meanwhile, and so holds it against no lease.
+    """
+
+    def __init__(
+        self,
+        *,
+        suspect_after_s: float,
+        dead_after_s: float,
+        forget_after_s: float = 60.0,
+        look_every_s: float | None = None,
+    ) -> None:
         if not 0 < suspect_after_s < dead_after_s <= forget_after_s:
             raise ValueError("suspect_after_s < dead_after_s <= forget_after_s must hold")
         self._suspect_after_s = suspect_after_s
         self._dead_after_s = dead_after_s
         self._forget_after_s = forget_after_s
+        self._look_every_s = look_every_s
+        self._looked_s: float | None = None
         self._leases: dict[InstanceId, Lease] = {}
         self.revision = 0
 
@@ -91,6 +104,7 @@ class PeerTable:
 
     def expire(self, now_s: float) -> list[PeerEvent]:
         """Move leases along by age; forget the long dead, so that the table stays bounded."""
+        self._forgive(now_s)
         events: list[PeerEvent] = []
         for instance_id, lease in list(self._leases.items()):
             age_s = now_s - lease.renewed_s
@@ -111,3 +125,12 @@ class PeerTable:
                 self.revision += 1
                 events.append(HealthChanged(member=lease.member, health=health))
         return events
+
+    def _forgive(self, now_s: float) -> None:
+        slept_s = 0.0
+        if self._look_every_s is not None and self._looked_s is not None:
+            slept_s = max(0.0, now_s - self._looked_s - self._look_every_s)
+        self._looked_s = now_s
+        if slept_s:
+            for instance_id, lease in self._leases.items():
+                self._leases[instance_id] = replace(lease, renewed_s=min(now_s, lease.renewed_s + slept_s))

@@ -46,6 +46,9 @@ from mooncake_proto.transfer import (
 log = structlog.get_logger(__name__)
 
 _FETCH_TIMEOUT_S: Final = 20.0
+_REACH_TIMEOUT_S: Final = 0.5
+"""A node that died a moment ago may still be said to have a prefix: to compute it is quicker than to wait for it."""
+
 _RECENT_COPIES: Final = 8
 _MOST_WORKERS: Final = 4096
 _TENANTS_REPORTED: Final = 32
@@ -192,7 +195,8 @@ class CutArena:
                 job_id=request.job_id,
                 tenant=request.tenant,
             )
-            pushing = await self._peers.get(request.fetch_from).call(push, Pushing, timeout_s=_FETCH_TIMEOUT_S)
+            source = await self._peers.reach(request.fetch_from, timeout_s=_REACH_TIMEOUT_S)
+            pushing = await source.call(push, Pushing, timeout_s=_FETCH_TIMEOUT_S)
             landing.shorten(pushing.n_blocks)
             core.settle(landing)
             async with asyncio.timeout(_FETCH_TIMEOUT_S):

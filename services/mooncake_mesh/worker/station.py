@@ -17,12 +17,13 @@ from mooncake_mesh.mesh.arena import Holder
 from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.node_arena import NodeArena
+from mooncake_mesh.mesh.orders import check_incarnation, stop_ordered
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.worker.grammars import Grammars
 from mooncake_mesh.worker.job_waits import EarlyCancels, JobWaits
-from mooncake_proto.control import Load, Member, ModelCard, Ok, Ping, Pong, Role
+from mooncake_proto.control import Drain, Load, Member, ModelCard, Ok, Ping, Pong, Role, Stop
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, new_incarnation
 from mooncake_proto.serving import JobFailed
 from mooncake_proto.transfer import Release
@@ -104,7 +105,12 @@ class Station:
         idle: Callable[[], Awaitable[object]],
     ) -> None:
         """Serve until *lifecycle* says stop, then let the accepted jobs finish (*idle* returns when they have)."""
-        server = RpcServer(self._config.bind, {Ping: self._ping, **handlers}, self._tasks)
+        orders: dict[type, Handler] = {
+            Ping: self._ping,
+            Drain: self._drain_ordered,
+            Stop: lambda order, _: stop_ordered(order, self.me.incarnation, lifecycle),
+        }
+        server = RpcServer(self._config.bind, orders | handlers, self._tasks)
         self._arena = self._node_arena(engine)
         running = [self._tasks.create_task(work) for work in (self._arena.run(), *background)]
         if await self._first_attached(self._arena, lifecycle):
@@ -217,6 +223,15 @@ class Station:
 
     def _ping(self, _: Ping, __: Caller) -> Pong:
         return Pong(role=self._role, instance_id=self.me.instance_id, incarnation=self.me.incarnation)
+
+    def _drain_ordered(self, order: Drain, _: Caller) -> Ok:
+        """The load tells that it drains, and when it has drained."""
+        check_incarnation(order.incarnation, self.me.incarnation)
+        if not self.is_draining:
+            log.info("draining", running_jobs=self._load().running_jobs)
+            self.is_draining = True
+            self.news()
+        return Ok()
 
     def _close(self) -> None:
         self.peers.close()
