@@ -33,9 +33,7 @@ _GROW_AHEAD_TOKENS: Final = 8
 
 class DecodeShell:
     """One decode instance. ``batch_blocks`` of KV can be decoded at a time, 0: all of the node's.
-
-    ``shares``: what it received can be found by others (as in the live system) or not.
-    """
+    ``shares``: what it received can be found by others (as in the live system) or not."""
 
     def __init__(
         self,
@@ -99,8 +97,7 @@ class DecodeShell:
         return load
 
     def _load_now(self) -> Load:
-        core, window = self.core, self._window
-        stepped = self._stepped()
+        core, window, stepped = self.core, self._window, self._stepped()
         decoded = stepped if self._batch else 0
         progress = core.progress()
         if stepped:
@@ -168,7 +165,7 @@ class DecodeShell:
 
     def computed(self, flight: Flight) -> None:
         """The first token of the prompt is here; its gate decides before the next step."""
-        self.core.first_token(flight.job_id, 0)
+        self.core.first_token(flight.job_id, 0, self.node.clock.now_s)
         if flight.gate is not None:
             self._held.add(flight.job_id)
             self._wake()
@@ -222,16 +219,20 @@ class DecodeShell:
     def _begin(self) -> None:
         """Plan the next window: who steps, and how often before anything has to be decided."""
         self._open_gates()
+        now_s, is_due, waited_s = self.node.clock.now_s, self._prompts.is_due, 0.0
         if self._has_ready or self._sits_somebody_out:
+            waited_s = self.core.longest_wait_s(now_s) if is_due else 0.0
             self._plan()
-        batch, now_s = self._batch, self.node.clock.now_s
-        prompt = self._prompts.begin(len(batch), self._context)
+        batch = self._batch
+        prompt = self._prompts.begin(len(batch), self._context, waited_s)
         if not batch and prompt is None:
             self._steps = 0
             return
         self._window, alike = window_of(self.node.kind, now_s, len(batch), self._context, prompt)
-        steps = min(self._longest_window_steps, alike or self._longest_window_steps)
-        self._schedule(min(steps, self._events[0][0] - self._n_steps) if batch else steps)
+        if is_due and prompt is None:
+            alike = 1  # it has no time for a chunk; the next one has
+        events = [self._events[0][0] - self._n_steps] if batch else []
+        self._schedule(min(self._longest_window_steps, alike or self._longest_window_steps, *events))
 
     def _plan(self) -> None:
         """Let the core say who is in the batch. As long as nobody sits out, that is who was in it and who came."""

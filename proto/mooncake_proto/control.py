@@ -117,9 +117,13 @@ class Load:
 @message("control.register")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
-    """Process → conductor. Answered by Registered, or by Failure when the member does not fit the mesh."""
+    """Process → conductor. Answered by Registered, or by Failure when the member does not fit the mesh.
+
+    ``load`` is as in a Heartbeat: whoever is not ready yet says so before anything is placed on it.
+    """
 
     member: Member
+    load: Load
 
 
 @message("control.registered")

@@ -297,8 +297,18 @@ def test_bad_requests(
 
 def test_an_unknown_path(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
-        client.embeddings.create(model=MODEL, input="text")
+        client.post("/nothing", cast_to=object)
     assert caught.value.code == "not_found"
+
+
+def test_what_is_not_here_says_so_once(fake_mesh: Mesh) -> None:
+    """The package tries again after most errors of a server; not after this one."""
+    with connect(fake_mesh, max_retries=3) as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.embeddings.create(model=MODEL, input="text")
+        assert (caught.value.status_code, caught.value.code) == (501, "not_implemented")
+        assert "x-stainless-retry-count" in caught.value.request.headers
+        assert caught.value.request.headers["x-stainless-retry-count"] == "0"
 
 
 # --- contention, and callers who leave --------------------------------------------------------------------------------
@@ -447,3 +457,18 @@ def test_choices_and_stop_of_the_real_model(real_client: openai.OpenAI) -> None:
     stop = texts[0][5:9]
     stopped = real_client.completions.create(stop=stop, **options).choices[0]
     assert (stopped.text, stopped.finish_reason) == (texts[0][: texts[0].index(stop)], "stop")
+
+
+@pytest.mark.model
+def test_the_real_model_keeps_to_a_schema_and_calls_a_tool(real_client: openai.OpenAI) -> None:
+    """A real vocabulary: tokens of many bytes, which end in the middle of a rule. All is drawn at temperature 1."""
+    messages: list[Any] = [{"role": "user", "content": "Book a trip, and say for whom."}]
+    options: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": messages, "temperature": 1, "max_tokens": 150}
+    people = real_client.chat.completions.create(**options, response_format=PERSON_FORMAT, n=4, seed=1)
+    for choice in people.choices:
+        jsonschema.validate(json.loads(choice.message.content), PERSON)
+    answer = real_client.chat.completions.parse(
+        **options, tools=[openai.pydantic_function_tool(Trip)], tool_choice="required", parallel_tool_calls=False
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Trip)

@@ -461,6 +461,25 @@ def test_stop_tokens_are_banned_until_there_are_enough() -> None:
     assert [banned_tokens(position, STOPPING) for position in range(3)] == [(2, 5), (2, 5), ()]
 
 
+def test_who_joins_next_has_waited_since_the_first_token_could_be_shown() -> None:
+    c = core()
+    assert c.longest_wait_s(5.0) == 0.0
+    first, second, gate = submitted(c, "a"), submitted(c, "b"), gated(c, "c")
+    for at_s, sequence in ((1.0, first), (2.0, second), (0.5, gate)):
+        c.first_token(sequence.job.job_id, 7, at_s)
+    assert c.longest_wait_s(5.0) == 0.0, "no KV yet"
+    c.landed(gate, [0])
+    assert c.longest_wait_s(5.0) == 0.0, "the gate has shown nothing"
+    assert c.open_gates(4.0).granted == (gate,)
+    assert c.longest_wait_s(5.0) == 1.0
+    c.landed(second, [1])
+    assert c.longest_wait_s(5.0) == 3.0
+    c.landed(first, [2])
+    assert c.longest_wait_s(5.0) == 4.0
+    c.plan_step()
+    assert c.longest_wait_s(5.0) == 0.0
+
+
 # --- what is reported -------------------------------------------------------------------------------------------------
 
 

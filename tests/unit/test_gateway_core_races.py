@@ -367,6 +367,15 @@ def test_a_refusal_at_first_is_the_answer() -> None:
     assert request.handle(NotPlaced(job_id=job(0), error=refusal), 100.0) == [Fail(error=refusal)]
 
 
+def test_a_new_request_waits_for_instances_that_are_just_starting_but_not_for_long() -> None:
+    request = core()
+    request.handle(Started(), 100.0)
+    starting = NotPlaced(job_id=job(0), error=Rejected("prefill_not_ready", unavailable=True, retry_after_s=5.0))
+    assert asks(request.handle(starting, 100.0)) == [(job(0), 0.05, ())]
+    assert asks(request.handle(starting, 101.9)) == [(job(0), 0.1, ())]
+    assert request.handle(starting, 102.1) == [Fail(error=starting.error)]
+
+
 def test_a_new_request_waits_for_a_conductor_that_restarts() -> None:
     """Also while the conductor, back again, has not heard of its workers yet."""
     request = core()

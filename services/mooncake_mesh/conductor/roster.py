@@ -213,6 +213,17 @@ class Roster:
             and node.load.blocks_total > 0
         )
 
+    def is_getting_ready(self, model: str, role: Role) -> bool:
+        """Whether an instance is alive that takes no work now: its node's arena, or a stage, is not there yet."""
+        return any(
+            lease.member.role is role
+            and lease.member.model is not None
+            and lease.member.model.name == model
+            and lease.health is Health.ALIVE
+            and not self.takes_work(lease)
+            for lease in self._peers
+        )
+
     def messenger(self, node_id: NodeId) -> Lease | None:
         """The lease of a node's messenger, however it is."""
         instance_id = self._messengers.get(node_id)

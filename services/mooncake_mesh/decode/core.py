@@ -19,6 +19,7 @@ drawn so far, so its text does not change).
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from math import inf
 from operator import attrgetter
 from typing import Final
 
@@ -150,8 +151,8 @@ class DecodeCore:
         sequence.is_landed = True
         self._perhaps_ready(sequence)
 
-    def first_token(self, job_id: JobId, token: int) -> None:
-        """The token that prefill drew; a second one changes nothing.
+    def first_token(self, job_id: JobId, token: int, now_s: float = inf) -> None:
+        """The token that prefill drew, known since *now_s*; a second one changes nothing.
 
         One for an unknown job is kept for a while: a fast prefill may be done before the job has arrived here.
         """
@@ -165,6 +166,8 @@ class DecodeCore:
             return
         self._append(sequence, token)
         sequence.has_first_token = True
+        if sequence.is_granted:
+            sequence.shown_s = now_s
         self._perhaps_ready(sequence)
 
     def prefilled(self, sequence: DecodeSequence, blocks: Sequence[int], token: int) -> FinishReason | None:
@@ -193,6 +196,7 @@ class DecodeCore:
         for sequence, verdict in zip(asking, found, strict=True):
             if verdict is Verdict.GRANTED:
                 sequence.is_shown = True
+                sequence.shown_s = now_s
                 self._waits_no_more(sequence)
                 shown.append(sequence)
             elif isinstance(verdict, Refused):
@@ -224,6 +228,17 @@ class DecodeCore:
 
     def _of(self, sequences: Sequence[DecodeSequence]) -> Batch:
         return Batch(jobs=len(sequences), tokens=sum(seq.length for seq in sequences), max_jobs=self.max_batch)
+
+    def longest_wait_s(self, now_s: float) -> float:
+        """How long those that join the next batch have waited for it since their first token could be shown."""
+        shown_s = [
+            seq.shown_s
+            for seq in self._unheld
+            if seq.stage is SequenceStage.READY
+            and seq.is_granted
+            and len(seq.blocks) * self._block_tokens >= seq.length
+        ]
+        return max(0.0, now_s - min(shown_s, default=inf))
 
     # --- steps --------------------------------------------------------------------------------------------------------
 

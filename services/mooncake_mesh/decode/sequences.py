@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -50,8 +51,9 @@ class DecodeSequence:
     them in its job only. The KV of all but the last one is valid in ``blocks``.
 
     ``admission`` numbers the jobs of its instance. ``drawn`` counts drawn tokens over all jobs of the request.
-    ``is_shown`` says that its gate has let its first token out, ``is_granted`` that it may be decoded. ``filter`` rules
-    what may come next. ``stop`` says why the sequence should end early.
+    ``is_shown`` says that its gate has let its first token out, ``is_granted`` that it may be decoded, and ``shown_s``
+    when its first token was known and free to be shown. ``filter`` rules what may come next. ``stop`` says why the
+    sequence should end early.
     """
 
     admission: int
@@ -70,6 +72,7 @@ class DecodeSequence:
     has_first_token: bool = False
     is_shown: bool = False
     is_growing: bool = False
+    shown_s: float = inf
     filter: TokenFilter | None = None
     stop: MooncakeError | None = None
 

@@ -143,7 +143,7 @@ class DecodeService:
             raise InvalidRequest(f"{length} tokens exceed the context of {longest}", param="stopping.max_new_tokens")
 
     def _prefill_done(self, done: PrefillDone, _: Caller) -> None:
-        self._core.first_token(done.job_id, done.token)
+        self._core.first_token(done.job_id, done.token, monotonic())
         self._open_gates()
         self._changed.ring()
 
@@ -244,8 +244,7 @@ class DecodeService:
     async def _step_forever(self) -> None:
         news: list[tuple[NewToken, Drawn]] = []
         while True:
-            if self._prompts.is_due:
-                await self._compute_chunk(news)
+            if self._prompts.is_due and await self._compute_chunk(news):
                 news = []
             self._open_gates()
             batch = self._core.plan_step()
@@ -278,14 +277,17 @@ class DecodeService:
             self._ask_growth()
         return batch if batch or self._prompts.is_due else None
 
-    async def _compute_chunk(self, news: Sequence[tuple[NewToken, Drawn]]) -> None:
-        """A chunk of a prompt, while what the step before has brought goes out."""
-        forward = self._prompts.start(self._core.batch())
+    async def _compute_chunk(self, news: Sequence[tuple[NewToken, Drawn]]) -> bool:
+        """A chunk of a prompt, while what the step before has brought goes out. False if there is no time for one."""
+        forward = self._prompts.start(self._core.batch(), self._core.longest_wait_s(monotonic()))
+        if forward is None:
+            return False
         await asyncio.sleep(0)
         self._settle(news)
         end = await self._prompts.finish(forward)
         if end is not None:
             self._prompt_over(end)
+        return True
 
     def _prompt_over(self, end: PromptEnd) -> None:
         """Tell the gateway the first token, and let the sequence into the next batch."""

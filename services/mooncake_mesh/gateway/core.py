@@ -92,8 +92,9 @@ CONDUCTOR_UNREACHABLE: Final = "conductor_unreachable"
 """The reason of a refusal that the gateway gives itself when the conductor cannot be asked."""
 
 _CONDUCTOR_PATIENCE_S: Final = 15.0
-"""How long a request waits for a conductor that cannot be asked: longer than it takes to restart one."""
-
+_READY_WITHIN_S: Final = 2.0
+"""How long a request waits for a conductor that cannot be asked (longer than a restart takes), and for instances that
+are known and take no work yet."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _ROOM_CODES: Final = frozenset({"no_free_blocks", "rejected", "overloaded", "draining"})
@@ -232,10 +233,12 @@ class RequestCore:
 
     def _not_placed(self, error: MooncakeError, now_s: float) -> list[RequestCommand]:
         """A request that has never run, or that a decode worker had no place for, is refused; any other that has run
-        waits for its turn, if it can ever come. While the conductor is away, or has just begun, all wait a while."""
-        if self._is_conductor_away(error, now_s):
+        waits for its turn, if it can ever come. All wait for a conductor or for instances that are just starting."""
+        reason = error.reason if isinstance(error, Rejected) else ""
+        is_starting = reason.endswith("_not_ready") and now_s - self._started_s < _READY_WITHIN_S
+        if is_starting or self._is_conductor_away(error, now_s):
             return [self._ask(after_s=self._pause_s())]
-        if self._attempt == 0 or (isinstance(error, Rejected) and error.reason.endswith("_too_small")):
+        if self._attempt == 0 or reason.endswith("_too_small"):
             return self._fail(error)
         if self._refusal is not None and not self._drawn:
             return self._fail(self._refusal)

@@ -66,13 +66,13 @@ class PeerTable:
     def get(self, instance_id: InstanceId) -> Lease | None:
         return self._leases.get(instance_id)
 
-    def join(self, member: Member, now_s: float) -> list[PeerEvent]:
-        """Enter or renew *member*. Reports the death of an older incarnation before the new one's joining."""
+    def join(self, member: Member, load: Load, now_s: float) -> list[PeerEvent]:
+        """Enter or renew *member*, which says *load* of itself. Reports the death of an older incarnation before the
+        joining of the new one."""
         events: list[PeerEvent] = []
         old = self._leases.get(member.instance_id)
         if old is not None and old.member.incarnation != member.incarnation and old.health is not Health.DEAD:
             events.append(HealthChanged(member=old.member, health=Health.DEAD))
-        load = old.load if old is not None and old.member.incarnation == member.incarnation else Load()
         is_new = member.instance_id not in self._leases
         self._leases[member.instance_id] = Lease(member=member, health=Health.ALIVE, load=load, renewed_s=now_s)
         if is_new:  # joining is rare, reading the table in order is not
