@@ -12,9 +12,9 @@ from typing import Final
 
 from bench.nodes import NODES, NodeKind
 from bench.simulator_clock import VirtualClock
-from bench.simulator_decode import DecodeShell, blocks_in_use
+from bench.simulator_decode import DecodeShell
 from bench.simulator_flight import Flight
-from bench.simulator_node import INCARNATION, MODEL, SimNode
+from bench.simulator_node import INCARNATION, MODEL, SimNode, blocks_in_use
 from bench.simulator_prefill import PrefillShell
 from bench.simulator_results import GiveUp, LoadSample, RequestRecord, RunResult
 from bench.traces import BLOCK_TOKENS, TraceRequest
@@ -228,7 +228,7 @@ class _Run:
                 prefill_busy=sum(shell.is_computing for shell in self._prefill),
                 prefill_queued=sum(len(shell.flights) for shell in self._prefill),
                 decode_running=sum(shell.running for shell in self._decode),
-                decode_share=blocks_in_use(self._decode),
+                decode_share=blocks_in_use([shell.node for shell in self._decode]),
             )
         )
         give_up = self._give_up if len(self._samples) % _SAMPLES_PER_LOOK == 0 else None
@@ -367,9 +367,7 @@ class _Run:
 
             def land() -> None:
                 self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
-                decode = self._decode_of[flight.placement.decode.instance_id]
-                if decode.knows(flight):
-                    decode.landed(flight)
+                self._decode_of[flight.placement.decode.instance_id].landed(flight)
 
             self._clock.at(flight.sent_s, land)
 

@@ -10,7 +10,7 @@ once all are computed, as on a prefill node.
 """
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from bench.simulator_flight import Flight, decode_job
@@ -164,16 +164,16 @@ class DecodeShell:
         self.node.acquire(request, acquired)
 
     def computed(self, flight: Flight) -> None:
-        """The first token of the prompt is here; its gate decides before the next step."""
+        """Its first token is here."""
         self.core.first_token(flight.job_id, 0, self.node.clock.now_s)
         if flight.gate is not None:
             self._held.add(flight.job_id)
             self._wake()
 
     def landed(self, flight: Flight) -> None:
-        """All KV of the prompt is here."""
-        sequence = self.core.get(flight.job_id)
-        assert sequence is not None, "a job lands once"
+        """All KV of the prompt is here, perhaps of one that was refused when it was computed."""
+        if (sequence := self.core.get(flight.job_id)) is None:
+            return
         cached = self._cached_blocks.pop(flight.job_id)
         keys = list(split_keys(flight.keys))[cached:]
         if self._shares and keys:
@@ -182,10 +182,6 @@ class DecodeShell:
         self.core.landed(sequence, sequence.blocks)
         self._may_join(sequence)
         self._wake()
-
-    def knows(self, flight: Flight) -> bool:
-        """Whether the flight's job is still here."""
-        return flight.job_id in self._flights
 
     def _may_join(self, sequence: DecodeSequence) -> None:
         """Its prompt is here and its first token known."""
@@ -272,8 +268,7 @@ class DecodeShell:
             self._on_shown(self._flights[sequence.job.job_id])
         for sequence in verdicts.granted:
             self._held.discard(sequence.job.job_id)
-            self._n_active += 1
-            self._has_ready = True
+            self._may_join(sequence)
         for sequence, refused in verdicts.refused:
             flight = self._flights[sequence.job.job_id]
             self.dropped(flight)
@@ -404,8 +399,3 @@ class DecodeShell:
         self.core.forget(victim)
         self.node.release(victim.job.job_id)
         self._on_preempted(flight, victim.drawn)
-
-
-def blocks_in_use(shells: Sequence[DecodeShell]) -> float:
-    """The fullest pool's share of referenced blocks."""
-    return max((1 - s.node.messenger.pool.available_blocks / s.node.messenger.pool.n_blocks for s in shells), default=0)

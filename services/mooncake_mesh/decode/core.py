@@ -201,21 +201,18 @@ class DecodeCore:
                 shown.append(sequence)
             elif isinstance(verdict, Refused):
                 refused.append((sequence, verdict))
-        for sequence in gated:
-            is_landing = sequence.stage is SequenceStage.WAITING and not _is_checked(sequence)
-            late = overdue(sequence.left_s(now_s)) if is_landing else None
-            if late is not None:
-                refused.append((sequence, late))
+        landing = [seq for seq in gated if seq.stage is SequenceStage.WAITING and not _is_checked(seq)]
+        refused += [(seq, late) for seq in landing if (late := overdue(seq.left_s(now_s))) is not None]
         return GateVerdicts(shown=tuple(shown), granted=self._grant(now_s), refused=tuple(refused))
 
     def _grant(self, now_s: float) -> tuple[DecodeSequence, ...]:
         """Let those begin whose first token is out, whose KV is here, and for whom there is room."""
         shown = [seq for seq in self._gated.values() if seq.is_shown and seq.stage is SequenceStage.READY]
-        n_joining = joining(self.batch(), _candidates(shown, now_s)) if shown else 0
-        for sequence in shown[:n_joining]:
+        granted = shown[: joining(self.batch(), _candidates(shown, now_s))]
+        for sequence in granted:
             sequence.is_granted = True
             del self._gated[sequence.job.job_id]
-        return tuple(shown[:n_joining])
+        return tuple(granted)
 
     def _shown(self) -> Batch:
         """All whose first token is out, whether they are decoded already or not."""

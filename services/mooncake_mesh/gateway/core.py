@@ -225,10 +225,8 @@ class RequestCore:
             gate=gate,
             elapsed_s=now_s - self._started_s,
         )
-        if placement.inline_step is not None:
-            self._jobs_at = (placement.decode,)
-        else:
-            self._jobs_at = (placement.prefill,) if is_single else (placement.prefill, placement.decode)
+        apart = (placement.prefill,) if is_single else (placement.prefill, placement.decode)
+        self._jobs_at = apart if placement.inline_step is None else (placement.decode,)
         return [start]
 
     def _not_placed(self, error: MooncakeError, now_s: float) -> list[RequestCommand]:
@@ -269,9 +267,8 @@ class RequestCore:
 
     def _granted(self) -> list[RequestCommand]:
         """What was held has all of its KV: what becomes of the prefill worker does not matter any more."""
-        gate = self.placement.gate if self.placement is not None else None
-        self._is_gated = False
-        self._has_decoded = self._has_decoded or (gate is not None and gate.kind is GateKind.HOLD)
+        self._is_gated, gate = False, self.placement.gate if self.placement is not None else None
+        self._has_decoded |= gate is not None and gate.kind is GateKind.HOLD
         return self._show()
 
     def _show(self) -> list[RequestCommand]:
