@@ -52,6 +52,8 @@ CODES = {
 
 
 SDK = {
+    "RequestTrace",
+    "TraceStep",
     "DEFAULT_ENDPOINT",
     "Aborted",
     "AnswerStream",

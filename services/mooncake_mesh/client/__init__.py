@@ -45,7 +45,7 @@ from mooncake_mesh.errors import (
     SlowReader,
     TooLong,
 )
-from mooncake_proto.client import HealthReport
+from mooncake_proto.client import HealthReport, RequestTrace, TraceStep
 from mooncake_proto.errors import WireError
 
 __all__ = [
@@ -76,12 +76,14 @@ __all__ = [
     "Rejected",
     "RemoteFailure",
     "RequestError",
+    "RequestTrace",
     "SlowReader",
     "SyncAnswerStream",
     "SyncMooncakeClient",
     "Timeouts",
     "TooLong",
     "ToolCall",
+    "TraceStep",
     "Usage",
     "WireError",
 ]

@@ -9,7 +9,7 @@ import asyncio
 import enum
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, time
 from typing import Final, TypeVar
 
 import structlog
@@ -34,9 +34,11 @@ from mooncake_mesh.gateway.request_events import (
     StartJobs,
     WorkerLost,
 )
+from mooncake_mesh.gateway.request_story import RequestStory, Stories
 from mooncake_mesh.kv.block_hash import key_root
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient
+from mooncake_proto.client import RequestTrace
 from mooncake_proto.control import (
     ClusterState,
     Health,
@@ -87,6 +89,7 @@ class _Running:
 
     core: RequestCore
     account: RequestAccount
+    story: RequestStory
     events: asyncio.Queue[TokenEvent | MooncakeError] = field(default_factory=asyncio.Queue)
     deadline: asyncio.TimerHandle | None = None
 
@@ -110,6 +113,7 @@ class MeshClient:
         self._running: dict[JobId, _Running] = {}
         self._accounts: dict[RequestId, RequestAccount] = {}
         self.ledger = Ledger()
+        self._stories = Stories()
         self._members: tuple[MemberState, ...] = ()
         self._loop = asyncio.get_running_loop()
         self.stream_endpoint = ""
@@ -157,6 +161,9 @@ class MeshClient:
         account = self._accounts.get(request_id)
         if account is not None:
             account.satisfied()
+
+    def traces(self, request_id: str, tenant: str) -> tuple[RequestTrace, ...]:
+        return self._stories.find(request_id, tenant)
 
     async def report(self) -> StatusReport | None:
         return await self._told(StatusQuery(), StatusReport)
@@ -207,7 +214,8 @@ class MeshClient:
             max_replacements=self._max_replacements,
             started_s=started_s,
         )
-        running = _Running(core=core, account=RequestAccount(request, started_s))
+        story = self._stories.begin(request, started_s, time())
+        running = _Running(core=core, account=RequestAccount(request, started_s), story=story)
         running.deadline = self._loop.call_later(request.deadline_s, self._feed, running, DeadlinePassed())
         self._feed(running, Started())
         return running
@@ -221,8 +229,9 @@ class MeshClient:
         self._running.pop(running.core.job_id, None)
 
     def _feed(self, running: _Running, event: RequestEvent) -> None:
-        before = running.core.job_id
-        commands = running.core.handle(event, monotonic())
+        before, now_s = running.core.job_id, monotonic()
+        running.story.note(event, now_s)
+        commands = running.core.handle(event, now_s)
         if running.core.job_id != before:
             self._running.pop(before, None)
         for command in commands:
