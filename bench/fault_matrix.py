@@ -1,8 +1,8 @@
 """Every process of a mesh x every stage of a request x kill -9, SIGSTOP and restart.
 
 Two streams, a greedy and a seeded one, are brought to a stage (fault_stages.py); then the process that serves one of
-them is killed and stays dead until all is over, or is stopped for ten seconds, or is killed and at once started again on
-the same endpoint. Every request must end with the very output of an undisturbed run and one terminal message; two
+them is killed and stays dead until all is over, or is stopped for ten seconds, or is killed and at once started again
+on the same endpoint. Every request must end with the very output of an undisturbed run and one terminal message; two
 seconds after the end free blocks, leases, counters and descriptors must equal the start.
 
 Two processes have no spare, and the table says what a client sees then: whose gateway dies, sees its connection break;

@@ -353,3 +353,18 @@ def test_a_worker_of_an_earlier_life_of_the_messenger_gets_no_blocks() -> None:
         assert rig.core.n_jobs == 0
 
     _run(scenario)
+
+
+def test_a_release_that_overtakes_its_acquire_is_not_forgotten() -> None:
+    """A worker gave a job up while the messenger was stopped; the Acquire comes by the older connection."""
+
+    async def scenario(rig: Rig, _: asyncio.TaskGroup) -> None:
+        rig.cut.release(JobId("j"))
+        with pytest.raises(SliceLost, match="released before"):
+            await rig.acquire("j")
+        assert rig.core.n_jobs == 0
+        await rig.acquire("k")
+        rig.cut.release(JobId("k"))
+        assert rig.core.n_jobs == 0
+
+    _run(scenario)

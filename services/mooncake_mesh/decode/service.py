@@ -82,6 +82,7 @@ class DecodeService:
             load=self._load,
             on_stop=self._stop_all,
             on_gateway_lost=self._gateway_lost,
+            has_job=lambda job_id: self._core.get(job_id) is not None,
         )
         self._changed = Bell()
         self._over = Bell()
@@ -142,10 +143,11 @@ class DecodeService:
         if length > longest:
             raise InvalidRequest(f"{length} tokens exceed the context of {longest}", param="stopping.max_new_tokens")
 
-    def _prefill_done(self, done: PrefillDone, _: Caller) -> None:
+    def _prefill_done(self, done: PrefillDone, _: Caller) -> Ok:
         self._core.first_token(done.job_id, done.token, monotonic())
         self._open_gates()
         self._changed.ring()
+        return Ok()
 
     def _open_gates(self) -> None:
         """Tell the gateways of jobs that may begin now, and end those that have no place."""
@@ -264,7 +266,7 @@ class DecodeService:
             news = await self._finish_step(batch, step)
             elapsed_s = monotonic() - started_s
             self._core.stepped(len(batch), tokens, elapsed_s)
-            self._note_step(elapsed_s)
+            self._step_s = _STEP_MEMORY * self._step_s + (1 - _STEP_MEMORY) * elapsed_s if self._step_s else elapsed_s
 
     def _next_batch(self) -> list[DecodeSequence] | None:
         """For an idle instance: sequences that are all stalled ask again for room whenever something has changed.
@@ -389,9 +391,6 @@ class DecodeService:
                 self._stop(victim, NoFreeBlocks("preempted: the KVCache pool of the node is full"))
         if got:  # else only somebody's end changes anything, and that rings itself
             self._changed.ring()
-
-    def _note_step(self, elapsed_s: float) -> None:
-        self._step_s = _STEP_MEMORY * self._step_s + (1 - _STEP_MEMORY) * elapsed_s if self._step_s else elapsed_s
 
 
 async def run(config: DecodeConfig, lifecycle: Lifecycle) -> None:

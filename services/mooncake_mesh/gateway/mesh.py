@@ -19,13 +19,16 @@ from mooncake_mesh.gateway.api import Readiness, TokenEvent, TokenRequest
 from mooncake_mesh.gateway.core import CONDUCTOR_UNREACHABLE, KeySpace, RequestCore
 from mooncake_mesh.gateway.ledger import Ledger, RequestAccount
 from mooncake_mesh.gateway.request_events import (
+    AskAfterJob,
     AskPlacement,
     CallerLeft,
     CancelAt,
     DeadlinePassed,
     Emit,
     Fail,
+    JobForgotten,
     JobsAccepted,
+    Looked,
     NotPlaced,
     Placed,
     RequestCommand,
@@ -51,6 +54,7 @@ from mooncake_proto.control import (
 )
 from mooncake_proto.decisions import DecisionsQuery, DecisionsReport
 from mooncake_proto.ids import JobId, RequestId
+from mooncake_proto.job_query import JobQuery, JobStanding
 from mooncake_proto.serving import (
     CancelJob,
     DecodeGranted,
@@ -72,6 +76,8 @@ _SCHEDULE_TIMEOUT_S: Final = 5.0
 _START_TIMEOUT_S: Final = 5.0
 _CANCEL_TIMEOUT_S: Final = 30.0
 _REPORT_TIMEOUT_S: Final = 1.0
+_QUERY_TIMEOUT_S: Final = 2.0
+_LOOK_EVERY_S: Final = 1.0
 _CONDUCTOR_RETRY_AFTER_S: Final = 1.0
 _WORKERS: Final = (Role.PREFILL, Role.DECODE)
 
@@ -253,6 +259,9 @@ class MeshClient:
             case CancelAt(workers=workers):
                 for worker in workers:
                     self._tasks.create_task(self._cancel(worker, command))
+            case AskAfterJob(workers=workers):
+                for worker in workers:
+                    self._tasks.create_task(self._ask_after(running, worker, command.job_id))
 
     async def _place(self, running: _Running, command: AskPlacement) -> None:
         job_id = command.schedule.job_id
@@ -311,6 +320,23 @@ class MeshClient:
             await self._workers.get(worker.endpoint).call(request, Ok, timeout_s=_CANCEL_TIMEOUT_S)
         except MooncakeError as error:  # a lost worker has nothing left to free
             log.info("cancel_undelivered", job_id=command.job_id, instance_id=worker.instance_id, code=error.code)
+
+    async def watch(self) -> None:
+        """Have every request look around once in a while, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            for running in list(self._running.values()):
+                self._feed(running, Looked())
+
+    async def _ask_after(self, running: _Running, worker: WorkerRef, job_id: JobId) -> None:
+        try:
+            query = JobQuery(job_id=job_id)
+            standing = await self._workers.get(worker.endpoint).call(query, JobStanding, timeout_s=_QUERY_TIMEOUT_S)
+        except MooncakeError as error:  # its silence is for its lease to judge
+            log.info("job_query_unanswered", job_id=job_id, instance_id=worker.instance_id, code=error.code)
+            return
+        if not standing.known:
+            self._feed(running, JobForgotten(job_id=job_id, instance_id=worker.instance_id))
 
     # --- what comes in ------------------------------------------------------------------------------------------------
 

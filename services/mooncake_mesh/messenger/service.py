@@ -332,7 +332,7 @@ class MessengerService:
 
     def _release(self, request: Release, _: Caller) -> Ok:
         if self._cut is not None:
-            self._cut.end_job(request.job_id, "the job was released")
+            self._cut.release(request.job_id)
         return Ok()
 
     def _start_send(self, request: StartSend, _: Caller) -> None:
