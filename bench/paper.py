@@ -36,6 +36,7 @@ from bench.paper_reproduction import (
     a5_capacity,
     a7_global_cache,
 )
+from bench.paper_roles import b7_dynamic_roles
 from bench.paper_runs import Bench
 from bench.report import Report
 from bench.simulator_plots import NoMatplotlib
@@ -54,6 +55,7 @@ EXPERIMENTS: Final[dict[str, Callable[[Bench], None]]] = {
     "B3": b3_hybrid_decode,
     "B4": b4_queue_order,
     "B5": b5_b6_hold,
+    "B7": b7_dynamic_roles,
 }
 _ALSO: Final = {"B2": "B1", "B6": "B5"}
 """Sections that another experiment fills."""

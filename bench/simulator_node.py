@@ -36,7 +36,9 @@ class SimNode:
         block_tokens: int,
         n_blocks: int,
         eviction: EvictionKind,
+        can_switch: bool = False,
     ) -> None:
+        self._can_switch = can_switch
         self.kind = kind
         self.clock = clock
         self.node_id = NodeId(name)
@@ -65,7 +67,8 @@ class SimNode:
             block_bytes=self.block_bytes,
             max_context_tokens=1 << 20,
         )
-        member = _member(role, instance_id, self.node_id, f"sim://{self.node_id}/worker", card)
+        endpoint = f"sim://{self.node_id}/worker"
+        member = _member(role, instance_id, self.node_id, endpoint, card, can_switch=self._can_switch)
         self._conductor.register(member, Load(), self.clock.now_s)
         return member
 
@@ -173,7 +176,21 @@ def blocks_in_use(nodes: Iterable[SimNode]) -> float:
     return max((1 - node.messenger.pool.available_blocks / node.messenger.pool.n_blocks for node in nodes), default=0)
 
 
-def _member(role: Role, instance_id: InstanceId, node_id: NodeId, endpoint: str, model: ModelCard | None) -> Member:
+def _member(
+    role: Role,
+    instance_id: InstanceId,
+    node_id: NodeId,
+    endpoint: str,
+    model: ModelCard | None,
+    *,
+    can_switch: bool = False,
+) -> Member:
     return Member(
-        role=role, instance_id=instance_id, node_id=node_id, incarnation=INCARNATION, endpoint=endpoint, model=model
+        role=role,
+        instance_id=instance_id,
+        node_id=node_id,
+        incarnation=INCARNATION,
+        endpoint=endpoint,
+        model=model,
+        can_switch=can_switch,
     )

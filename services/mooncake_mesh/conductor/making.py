@@ -17,6 +17,7 @@ from mooncake_mesh.policy.admission import Admission
 from mooncake_mesh.policy.cost_model import CostModel, KindFactors, LinearCost, kind_factors
 from mooncake_mesh.policy.cost_profile import DEFAULT_KIND, load_kinds
 from mooncake_mesh.policy.placement import Scheduling
+from mooncake_mesh.policy.roles import RoleRules
 from mooncake_mesh.policy.slo import ServiceLevels
 from mooncake_mesh.policy.views import Objectives
 from mooncake_proto.ids import Incarnation
@@ -38,7 +39,8 @@ DEFAULT_COST: Final = LinearCost(
 _DECIDING: Final = (
     "heartbeat_s", "suspect_after_s", "dead_after_s", "ttft_slo_s", "tbt_slo_s", "ttft_slo_factor", "tbt_slo_factor",
     "placement", "kvcache_balancing_threshold", "replication_share", "admission", "load_measure", "wip_limit",
-    "decode_s", "hybrid_decode", "hybrid_step_s", "cost_profile", "seed", "index_max_blocks",
+    "decode_s", "hybrid_decode", "hybrid_step_s", "switch_roles", "switch_roles_after_s", "cost_profile",
+    "seed", "index_max_blocks",
 )  # fmt: skip
 """The settings that decisions depend on."""
 
@@ -74,6 +76,7 @@ def conductor_core(
                 measure=config.load_measure,
             ),
             hybrid_decode=config.hybrid_decode,
+            roles=RoleRules.lasting(config.switch_roles_after_s) if config.switch_roles else None,
             hybrid_step_s=config.hybrid_step_s,
         ),
         "seed": config.seed,

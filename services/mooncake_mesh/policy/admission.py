@@ -141,12 +141,12 @@ def elsewhere(
     decode_s: float,
 ) -> ClusterView | Refused:
     """*cluster* for a request that some decode instances had no place for when its KV was there: of the others, only
-    those that could take it now, as another refusal would cost another prefill."""
+    those that could take it now with all that is on its way to them, as another refusal would cost another prefill."""
     able = [
         instance
         for instance in cluster.decode
         if instance.instance_id not in refused_by
-        and decode_refusal(request, instance, cost, objectives, decode_s) is None
+        and decode_refusal(request, _with_waiting(instance), cost, objectives, decode_s) is None
     ]
     return replace(cluster, decode=able) if able else contended("tbt_objective")
 
@@ -192,3 +192,12 @@ def _hold_refusal(request: RequestShape, cluster: ClusterView, admission: Admiss
 
 def _overloaded(reason: str, load: float, decode_s: float) -> Refused | None:
     return None if load <= 1.0 else contended(reason, after_s=freed_after_s(load - 1.0, load, decode_s))
+
+
+def _with_waiting(instance: InstanceView) -> InstanceView:
+    """As if all that waits there were decoded already."""
+    return replace(
+        instance,
+        running_jobs=instance.running_jobs + instance.waiting_jobs,
+        running_tokens=instance.running_tokens + instance.waiting_tokens,
+    )

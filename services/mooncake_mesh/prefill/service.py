@@ -36,6 +36,7 @@ from mooncake_mesh.prefill.computing import PromptComputer
 from mooncake_mesh.prefill.core import JobStage, PrefillCore, QueuedJob, QueueFull
 from mooncake_mesh.prefill.pipeline import Pipeline
 from mooncake_mesh.prefill.stage import StageService
+from mooncake_mesh.worker.home import WorkerHome
 from mooncake_mesh.worker.station import Station
 from mooncake_proto.control import Load, Ok, Ping, Pong, Role
 from mooncake_proto.serving import CancelJob, FirstToken, PrefillDone, PrefillJob, WorkerRef
@@ -49,9 +50,9 @@ _MIN_TIMEOUT_S: Final = 0.01
 
 
 class PrefillService:
-    """One prefill instance, or the head of one that has several stages."""
+    """One prefill instance, or the head of one that has several stages. With a *home*, for one turn."""
 
-    def __init__(self, config: PrefillConfig, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, config: PrefillConfig, tasks: asyncio.TaskGroup, home: WorkerHome | None = None) -> None:
         self._tasks = tasks
         self._core = PrefillCore(
             chunk_tokens=config.chunk_tokens,
@@ -68,6 +69,7 @@ class PrefillService:
             on_stop=self._stop_all,
             on_gateway_lost=self._gateway_lost,
             has_job=lambda job_id: self._core.get(job_id) is not None,
+            home=home,
         )
         self._submitted = Bell()
         self._over = Bell()
