@@ -12,9 +12,9 @@ from typing import Final
 
 from bench.nodes import NODES, NodeKind
 from bench.simulator_clock import VirtualClock
-from bench.simulator_decode import DecodeShell, blocks_in_use
+from bench.simulator_decode import DecodeShell
 from bench.simulator_flight import Flight
-from bench.simulator_node import INCARNATION, MODEL, SimNode
+from bench.simulator_node import INCARNATION, MODEL, SimNode, blocks_in_use
 from bench.simulator_prefill import PrefillShell
 from bench.simulator_results import GiveUp, LoadSample, RequestRecord, RunResult
 from bench.simulator_roles import Fleet, RoleSwitches
@@ -33,7 +33,6 @@ from mooncake_proto.serving import Rejected, Schedule
 
 _SAMPLE_S: Final = 5.0
 _SAMPLES_PER_LOOK: Final = 6
-_BATCH_SHARE: Final = 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +80,10 @@ class MeshSetup:
 
     @property
     def batch_blocks(self) -> int:
-        """Blocks of KV that a decode node runs at a time: what its VRAM holds, less what a full batch grows by."""
+        """Blocks of KV that a decode node runs at a time: what its VRAM holds."""
         if self.decode_blocks or not self._lands_in_host_memory:
             return 0
-        return int(self.kind.vram_kv_tokens * _BATCH_SHARE) // self.block_tokens
+        return self.kind.vram_kv_tokens // self.block_tokens
 
     @property
     def _lands_in_host_memory(self) -> bool:
@@ -220,7 +219,7 @@ class _Run:
             shares=setup.decode_shares,
             holders=self._holders,
             on_room=self._send,
-            on_granted=self._first_token,
+            on_shown=self._first_token,
             on_prompt_computed=self._prompt_computed,
             on_refused=self._refused,
             on_finished=self._finished,
@@ -245,7 +244,7 @@ class _Run:
                 prefill_busy=sum(shell.is_computing for shell in self._prefill),
                 prefill_queued=sum(len(shell.flights) for shell in self._prefill),
                 decode_running=sum(shell.running for shell in self._decode),
-                decode_share=blocks_in_use(self._decode),
+                decode_share=blocks_in_use([shell.node for shell in self._decode]),
             )
         )
         give_up = self._give_up if len(self._samples) % _SAMPLES_PER_LOOK == 0 else None
@@ -346,6 +345,7 @@ class _Run:
             if flight.gate is None:
                 self._first_token(flight)
             self._perhaps_land(flight)
+            self._decode_of[flight.placement.decode.instance_id].computed(flight)
 
     def _prompt_computed(self, flight: Flight) -> None:
         """On the decode instance: nothing is sent."""
@@ -356,6 +356,8 @@ class _Run:
     def _refused(self, flight: Flight, reason: str) -> None:
         """Its KV was there, and no place for it: placed elsewhere, as the gateway does it, if anybody has one now."""
         self._open -= 1
+        if not flight.is_inline and flight.sent_s != flight.sent_s:  # it waited for a place to land
+            self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
         refused_by = tuple(sorted({*flight.refused_by, flight.placement.decode.instance_id}))
         tokens = flight.request.input_tokens
         again = self._place(flight.request, flight.record, flight.keys, tokens, 0, refused_by)

@@ -1,7 +1,7 @@
 """The node of a simulated instance: its messenger's core, the link that leaves it, and its word to the conductor."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from bench.nodes import NodeKind
@@ -169,6 +169,11 @@ class SimNode:
         if has_pending or load is not self._worker_load:
             self._conductor.heartbeat(member.instance_id, INCARNATION, load, now_s)
         self._load, self._worker_load, self._beaten_s = mine, load, now_s
+
+
+def blocks_in_use(nodes: Iterable[SimNode]) -> float:
+    """The fullest pool's share of referenced blocks."""
+    return max((1 - node.messenger.pool.available_blocks / node.messenger.pool.n_blocks for node in nodes), default=0)
 
 
 def _member(

@@ -172,6 +172,10 @@ class RunResult:
         """Prompt tokens computed for requests that were not answered whole within the objectives."""
         return sum(record.computed_tokens for record in self.records if not record.meets(ttft_s, tbt_s))
 
+    def refused_tokens(self) -> int:
+        """Prompt tokens computed for requests that were refused after all."""
+        return sum(record.computed_tokens for record in self.records if record.refused)
+
     def ttfts(self) -> list[float]:
         return [record.ttft_s for record in self.records if not math.isnan(record.first_token_s)]
 

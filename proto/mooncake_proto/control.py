@@ -77,6 +77,8 @@ class Load:
 
     Prefill: ``queued_prompts`` are the (uncached, cached) tokens of every job not computed yet, oldest first; the
     first has been computed for ``prefill_elapsed_s``. ``queued_priorities`` are theirs, where any has one.
+    ``queued_waits_s`` is how long each of the last ones, which others may still overtake, has waited since its request
+    came; None where nobody overtakes.
     ``recent_prefills`` are the (uncached, cached, seconds) of the last few of ``prefills`` computed ones, newest last.
     Decode: queued are the jobs whose KV is still to come, with their tokens; ``sequences`` are the (tokens, decoded
     tokens) of every running one; ``decoded_tokens`` is what a finished one had decoded here, on average of late.
@@ -108,6 +110,7 @@ class Load:
     draining: bool = False
     queued_prompts: tuple[tuple[Natural, Natural], ...] = ()
     queued_priorities: tuple[int, ...] = ()
+    queued_waits_s: tuple[float, ...] | None = None
     prefill_elapsed_s: float = 0.0
     prefills: Natural = 0
     recent_prefills: tuple[tuple[Natural, Natural, float], ...] = ()

@@ -29,7 +29,7 @@ from mooncake_mesh.config_commands import ChatConfig, ProfileConfig, StatusConfi
 from mooncake_mesh.config_pipeline import PipelineConfig, layer_counts
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.config_run_dir import default_run_dir
-from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, PlacementKind, QueueOrderKind
+from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, LoadMeasure, PlacementKind, QueueOrderKind
 from mooncake_mesh.config_tenants import tenant_shares
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.layout import KvDtype
@@ -95,7 +95,11 @@ class ConductorConfig:
     ] = 0.1
     admission: Annotated[
         AdmissionKind, "what requests are refused for in an overload: baseline, early, predictive or hold"
-    ] = AdmissionKind.EARLY
+    ] = AdmissionKind.HOLD
+    load_measure: Annotated[
+        LoadMeasure,
+        "load that baseline, early and predictive refuse by: with_request, or the mean without: size_neutral",
+    ] = LoadMeasure.WITH_REQUEST
     wip_limit: Annotated[
         float | None, "KV in progress over what can be decoded that hold allows; adapts to the load otherwise"
     ] = None

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mooncake_mesh.config_scheduling import AdmissionKind
+from mooncake_mesh.config_scheduling import AdmissionKind, LoadMeasure
 from mooncake_mesh.policy.admission import Admission, admission_refusal, decode_refusal, elsewhere, wip_limit
 from mooncake_mesh.policy.cost_model import LinearCost
 from mooncake_mesh.policy.decisions import Placed, Refused
@@ -83,6 +83,18 @@ def test_every_strategy_keeps_to_the_ttft_objective_and_says_when_it_will_be_met
 
 
 FULL = decode("d0", (90, 1))
+
+
+@pytest.mark.parametrize("kind", [AdmissionKind.EARLY, AdmissionKind.PREDICTIVE])
+@pytest.mark.parametrize(
+    ("pool", "is_refused"), [((90,), False), ((101,), True), ((90, 105), False), ((97, 105), True)]
+)
+def test_a_size_neutral_load_is_the_mean_without_the_request(
+    kind: AdmissionKind, pool: tuple[int, ...], is_refused: bool
+) -> None:
+    view = cluster(*(decode(f"d{i}", (tokens, 1)) for i, tokens in enumerate(pool)))
+    neutral = Admission(kind=kind, measure=LoadMeasure.SIZE_NEUTRAL)
+    assert (admission_refusal(REQUEST, PLACED, view, COST, LOOSE, neutral) is not None) is is_refused
 
 
 @pytest.mark.parametrize(

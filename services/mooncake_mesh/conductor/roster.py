@@ -66,6 +66,7 @@ class Roster:
         self._times = PromptTimes(cost)
         self._kinds = kinds
         self._copies = Correction()
+        self._ttft_limit_s = objectives.ttft_s
         self._step_limit_s = None if objectives.tbt_s is None else objectives.tbt_s * TBT_SHARE
         self._messengers: dict[NodeId, InstanceId] = {}
         self._pending: defaultdict[InstanceId, deque[Pending]] = defaultdict(deque)
@@ -313,7 +314,8 @@ class Roster:
         instance_id = lease.member.instance_id
         known = self._reports.get(instance_id)
         if known is None or known[0] is not lease or known[1] != pace:
-            known = self._reports[instance_id] = (lease, pace, reported_queue(lease.load, self._times, pace))
+            queue = reported_queue(lease.load, self._times, pace, reported_s=lease.renewed_s, ttft_s=self._ttft_limit_s)
+            known = self._reports[instance_id] = (lease, pace, queue)
         return known[2]
 
     def _reckon(self, lease: Lease, now_s: float) -> None:

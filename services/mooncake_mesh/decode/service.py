@@ -154,7 +154,7 @@ class DecodeService:
     def _open_gates(self) -> None:
         """Tell the gateways of jobs that may begin now, and end those that have no place."""
         verdicts = self._core.open_gates(monotonic())
-        for sequence in verdicts.granted:
+        for sequence in verdicts.shown:
             self._post(sequence.job.stream_endpoint, DecodeGranted(job_id=sequence.job.job_id))
         for sequence, refused in verdicts.refused:
             self._stop(sequence, DecodeRefused(refused.reason, retry_after_s=refused.retry_after_s))
