@@ -10,6 +10,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from mooncake_mesh.mesh.service_manager import Progress
+
 _T = TypeVar("_T")
 _Work = tuple[Callable[..., Any], tuple[Any, ...], "asyncio.Future[Any]"]
 
@@ -20,6 +22,8 @@ class EngineThread:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
+        self._started = 0
+        self._done = 0  # written by the engine's thread
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -29,8 +33,14 @@ class EngineThread:
         Cancelling the future only ends the wait: the work runs to its end.
         """
         future: asyncio.Future[_T] = self._loop.create_future()
+        self._started += 1
         self._work.put((work, args, future))
         return future
+
+    def progress(self) -> Progress:
+        """How many pieces of work have come to an end, and how many have not."""
+        done = self._done
+        return Progress(done=done, pending=self._started - done)
 
     def close(self) -> None:
         """Let queued work end, then end the thread; waits for both."""
@@ -43,8 +53,10 @@ class EngineThread:
             try:
                 result = work(*args)
             except BaseException as error:  # noqa: BLE001  it belongs to whoever awaits the future
+                self._done += 1
                 self._loop.call_soon_threadsafe(_fail, future, error)
             else:
+                self._done += 1
                 self._loop.call_soon_threadsafe(_deliver, future, result)
 
 
