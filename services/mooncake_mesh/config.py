@@ -25,7 +25,7 @@ from mooncake_mesh.config_checks import (
     whole_blocks,
     words,
 )
-from mooncake_mesh.config_commands import ChatConfig, ProfileConfig, StatusConfig
+from mooncake_mesh.config_commands import ChatConfig, PingConfig, ProfileConfig, StatusConfig
 from mooncake_mesh.config_pipeline import PipelineConfig, layer_counts
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.config_run_dir import default_run_dir
@@ -364,6 +364,7 @@ RoleConfig = (
     | DecodeConfig
     | UpConfig
     | StatusConfig
+    | PingConfig
     | ChatConfig
     | ProfileConfig
     | DoctorConfig
@@ -378,6 +379,7 @@ SECTIONS: Final[dict[str, type[RoleConfig]]] = {
     "messenger": MessengerConfig,
     "up": UpConfig,
     "status": StatusConfig,
+    "ping": PingConfig,
     "chat": ChatConfig,
     "profile": ProfileConfig,
     "doctor": DoctorConfig,
