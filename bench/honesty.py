@@ -1,9 +1,9 @@
 """Does the simulator say what a live mesh does? `python -m bench.honesty`.
 
-A live mesh with the fake engine, whose work takes known times, serves seeded arrivals while its conductor records.
-Then three things are held against each other: the recording, replayed (same digest, twice in one process and in two
-with other hash seeds); the placements, of the recording and of the simulator on the recorded arrivals; and the TTFT,
-as clients measured it and as the simulator says.
+For each seed, a live mesh with the fake engine, whose work takes known times, serves Poisson arrivals while its
+conductor records. Then three things are held against each other: the recording, replayed (same digest, twice in one
+process and in two with other hash seeds); the placements, of the recording and of the simulator, which is told when
+each request came and how long it is, and nothing else; and the TTFT, as clients measured it and as the simulator says.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from bench.mesh import local_mesh
 from bench.nodes import NodeKind
 from bench.report import Report
 from bench.simulator import MeshSetup, simulate
-from bench.simulator_results import RunResult, quantile
+from bench.simulator_results import RequestRecord, RunResult, quantile
 from bench.traces import TraceRequest
 from mooncake_mesh.conductor.making import Replay, replay
 from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind
@@ -33,16 +33,17 @@ from mooncake_mesh.policy.cost_fit import PolynomialCost
 from mooncake_mesh.policy.cost_profile import dump_profile
 from mooncake_mesh.policy.placement import Scheduling
 from mooncake_mesh.policy.views import Objectives
+from mooncake_proto.control import Role
 from mooncake_proto.ids import BlockKey
-from mooncake_proto.serving import Placement
+from mooncake_proto.serving import Placement, Rejected
 
 _BLOCK: Final = 16
 _BLOCKS: Final = 8_192
 _NEW_TOKENS: Final = 12
 _PREFILL: Final = 2
-_DECODE: Final = 1
-_MARGIN_S: Final = 0.8
-_LONGEST_WAIT_S: Final = 5.0
+_DECODE: Final = 2
+_LOAD: Final = 0.65
+_TOKENS: Final = range(200, 2_000)
 _BLOCK_BYTES: Final = _BLOCK * 2 * 2 * 2 * 8 * 4  # K and V, two layers, two heads of eight float32 values
 _TTFT_SLO_S: Final = 60.0
 _TBT_SLO_S: Final = 2.0
@@ -51,20 +52,21 @@ FAKE: Final = NodeKind(
     name="fake",
     kv_token_bytes=_BLOCK_BYTES // _BLOCK,
     prefill_base_s=0.2,
-    prefill_token_s=0.002,
+    prefill_token_s=0.0005,
     prefill_pair_s=0.0,
     prefill_pad_tokens=0,
     cached_token_s=0.0,
     weights_s=0.0,
-    step_base_s=0.04,
-    step_sequence_s=0.01,
+    step_base_s=0.2,
+    step_sequence_s=0.0005,
     step_context_token_s=0.0,
     load_bytes_per_s=1e12,
     network_bytes_per_s=1e9,
     vram_kv_tokens=_BLOCK * _BLOCKS,
     dram_kv_tokens=_BLOCK * _BLOCKS,
 )
-"""The fake engine's work, long enough for the time that messages take on a busy machine to be little beside it."""
+"""The fake engine's work, long enough for the time that messages take on a busy machine to be little beside it. As on
+real hardware, a step takes mostly what one sequence takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,46 +77,39 @@ class Ask:
     tokens: int
 
 
-def asks(n: int, seed: int) -> list[Ask]:
-    """Seeded arrivals that keep the prefill instances busy, at moments when it matters where a prompt goes.
-
-    Where two instances would take equally long, messages and learned factors of a percent decide: such moments are
-    left out, since nothing follows from them for a simulator.
-    """
+def asks(n: int, seed: int, *, load: float = _LOAD) -> list[Ask]:
+    """Poisson arrivals of prompts of all lengths, which keep the prefill instances busy for *load* of the time."""
     random = Random(seed)
-    ends_s = [0.0] * _PREFILL
+    mean_s = FAKE.prefill_s((_TOKENS.start + _TOKENS.stop) // 2, 0)
     at_s = 0.0
-    made: list[Ask] = []
-    for tokens in random.sample(range(200, 1_900), n):
-        waits_s = sorted(max(0.0, end_s - at_s) for end_s in ends_s)
-        while made and (waits_s[1] - waits_s[0] < _MARGIN_S or waits_s[0] > _LONGEST_WAIT_S):
-            at_s += random.uniform(0.0, 0.1)
-            waits_s = sorted(max(0.0, end_s - at_s) for end_s in ends_s)
-            if not waits_s[1]:  # everybody is idle: the moment has passed
-                at_s = max(made[-1].at_s, at_s - 2.0)
-                break
+    made = []
+    for tokens in random.sample(_TOKENS, n):
         made.append(Ask(at_s=at_s, tokens=tokens))
-        chosen = min(range(_PREFILL), key=lambda i: (max(at_s, ends_s[i]), i))
-        ends_s[chosen] = max(at_s, ends_s[chosen]) + FAKE.prefill_s(tokens, 0)
-        at_s += random.expovariate(2.0)
+        at_s += random.expovariate(load * _PREFILL / mean_s)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run live, replay, simulate; 0 when the measurement was made."""
+    """Run live, replay, simulate, for each seed; 0 when the measurements were made."""
     parser = argparse.ArgumentParser(prog="python -m bench.honesty", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--requests", type=int, default=40, metavar="N")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=300, metavar="N", help="of each seed, two minutes by default")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="SEED")
+    parser.add_argument("--load", type=float, default=_LOAD, metavar="SHARE", help="of what prefill instances can do")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the recordings there")
     Report.add_flags(parser)
     args = parser.parse_args(argv)
-    report = Report("honesty", f"{_PREFILL}P{_DECODE}D of the fake engine, {args.requests} requests")
-    with tempfile.TemporaryDirectory() as folder:
-        recording = Path(folder) / "conductor.jsonl"
-        live = _live(asks(args.requests, args.seed), Path(folder), recording)
-        replays = [replay(recording), replay(recording)]
-        elsewhere = [_replayed_elsewhere(recording, seed) for seed in ("1", "2")]
-    _compare_digests(report, replays, elsewhere)
-    _compare_runs(report, replays[0], live)
+    report = Report(
+        "honesty", f"{_PREFILL}P{_DECODE}D of the fake engine, {args.requests} requests at {args.load:g} load"
+    )
+    for seed in args.seeds:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = args.keep or Path(temporary)
+            recording = folder / f"conductor-{seed}.jsonl"
+            live = _live(asks(args.requests, seed, load=args.load), folder, recording)
+            replays = [replay(recording), replay(recording)]
+            elsewhere = [_replayed_elsewhere(recording, hash_seed) for hash_seed in ("1", "2")]
+        _compare_digests(report, seed, replays, elsewhere)
+        _compare_runs(report, seed, replays[0], live)
     report.finish(args)
     return 0
 
@@ -206,35 +201,43 @@ def _replayed_elsewhere(recording: Path, hash_seed: str) -> str:
     return done.stdout.split(" ")[0]
 
 
-def _compare_digests(report: Report, replays: Sequence[Replay], elsewhere: Sequence[str]) -> None:
+def _compare_digests(report: Report, seed: int, replays: Sequence[Replay], elsewhere: Sequence[str]) -> None:
     recorded = replays[0].recorded
     digests = [found.digest for found in replays] + list(elsewhere)
-    same = sum(digest == recorded for digest in digests)
-    report.row("replays with the recorded digest (two here, two hash seeds)", same, "of 4", aim="4", met=same == 4)
-    report.row("recorded events", replays[0].events, "events")
-    report.note(f"digest {recorded}")
+    same, name = sum(digest == recorded for digest in digests), "replays with the recorded digest"
+    report.row(f"seed {seed}: {name} (two here, two hash seeds)", same, "of 4", aim="4", met=same == 4)
+    report.row(f"seed {seed}: recorded events", replays[0].events, "events")
+    report.note(f"seed {seed}: digest {recorded}")
 
 
-def _compare_runs(report: Report, recorded: Replay, live: dict[int, StreamTimes]) -> None:
+def _compare_runs(report: Report, seed: int, recorded: Replay, live: dict[int, StreamTimes]) -> None:
     result = simulated(recorded)
-    pairs = list(zip(recorded.decisions, result.records, strict=True))
-    placed = [(d.answer, record) for d, record in pairs if isinstance(d.answer, Placement)]
-    for role, same in (
-        ("prefill", sum(_number(answer.prefill.instance_id) == _number(record.prefill) for answer, record in placed)),
-        ("decode", sum(_number(answer.decode.instance_id) == _number(record.decode) for answer, record in placed)),
-    ):
-        report.row(f"requests on the same {role} instance", same / len(pairs), "share", aim="1", met=same == len(pairs))
+    pairs = [(d.answer, record) for d, record in zip(recorded.decisions, result.records, strict=True)]
+    n = len(pairs)
+    for role in (Role.PREFILL, Role.DECODE):
+        same = sum(_live_place(answer, role) == _simulated_place(record, role) for answer, record in pairs)
+        name = f"seed {seed}: requests on the same {role.value} instance"
+        report.row(name, same, f"of {n}", aim=f"{n}", met=same == n)
     errors = [times.error for times in live.values() if times.error]
-    report.row("failed streams", len(errors), "requests", aim="0", met=not errors)
+    report.row(f"seed {seed}: failed streams", len(errors), "requests", aim="0", met=not errors)
     answered = [times.ttft_s for times in live.values() if not times.error]
     for q in (0.5, 0.9):
         measured, said = quantile(answered, q), quantile(result.ttfts(), q)
-        report.row(f"TTFT P{q * 100:.0f}, simulated (baseline: live)", said, "s", baseline=measured, aim="within 10 %",
-                   met=abs(said / measured - 1) <= 0.1, n=len(answered))  # fmt: skip
+        report.row(f"seed {seed}: TTFT P{q * 100:.0f}, simulated (baseline: live)", said, "s", baseline=measured,
+                   aim="within 10 %", met=abs(said / measured - 1) <= 0.1, n=len(answered))  # fmt: skip
 
 
-def _number(name: str) -> int:
-    return int(name.removeprefix("prefill").removeprefix("decode"))
+def _live_place(answer: Placement | Rejected, role: Role) -> int | None:
+    """The number of the instance; None for a request that was refused."""
+    if isinstance(answer, Rejected):
+        return None
+    worker = answer.prefill if role is Role.PREFILL else answer.decode
+    return int(worker.instance_id.removeprefix(role.value))
+
+
+def _simulated_place(record: RequestRecord, role: Role) -> int | None:
+    name = record.prefill if role is Role.PREFILL else record.decode
+    return int(name.removeprefix(role.value)) if name else None
 
 
 if __name__ == "__main__":

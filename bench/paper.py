@@ -14,7 +14,7 @@ from typing import Final
 
 from rich.console import Console
 
-from bench.paper_beyond import NOT_RUN, b1_b2_sizing
+from bench.paper_beyond import NOT_RUN, b1_b2_sizing, b3_hybrid_decode
 from bench.paper_cache import RunCache
 from bench.paper_overload import a8_early_rejection, b4_queue_order, b5_b6_hold
 from bench.paper_plots import draw_report
@@ -42,6 +42,7 @@ EXPERIMENTS: Final[dict[str, Callable[[Bench], None]]] = {
     "A7": a7_global_cache,
     "A8": a8_early_rejection,
     "B1": b1_b2_sizing,
+    "B3": b3_hybrid_decode,
     "B4": b4_queue_order,
     "B5": b5_b6_hold,
 }

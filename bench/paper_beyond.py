@@ -1,19 +1,24 @@
-"""Group B, capacity: the ratio of prefill to decode nodes, against the ratios around it and the strong baseline."""
+"""Group B, capacity: the ratio of prefill to decode nodes, and decode nodes that compute prompts too.
+
+Each against the ratios around it, and against the strong baseline.
+"""
 
 from dataclasses import replace
 from typing import Final
 
 from bench.nodes import NODES
-from bench.paper_runs import Bench, Measured, mesh
+from bench.paper_runs import TBT_SLO_S, TTFT_SLO_S, Bench, Measured, mesh
 from bench.simulator_coupled import CoupledSetup, baseline
+from bench.simulator_results import quantile
 from bench.traces import TraceRequest
+from mooncake_mesh.config_scheduling import HybridDecodeKind
 from mooncake_mesh.policy.sizing import TrafficMoments, decode_instances
 
 _NODES: Final = 16
 _FULL: Final = 0.9
 """How full of KV a decode node is taken to run: that gives its step time."""
 
-NOT_RUN: Final = "B3 (hybrid decode nodes) and B7 (dynamic roles) are not run yet: the simulated nodes keep their role."
+NOT_RUN: Final = "B7 (dynamic roles) is not run yet: the simulated nodes keep their role."
 _NEAR: Final = {
     "conversation": {8: 2.1, 2: 2.6, 3: 3.5, 4: 3.2, 5: 3.0},
     "tool-agent": {8: 2.5, 3: 3.7, 4: 3.9, 5: 3.6, 2: 2.5},
@@ -21,6 +26,7 @@ _NEAR: Final = {
 }
 """About where capacities lie, by workload and number of decode nodes: searches start there."""
 
+_HYBRID_NEAR: Final = {"conversation": 3.2, "tool-agent": 3.8, "synthetic": 3.6}
 _S2_NEAR: Final = {"conversation": 2.5, "tool-agent": 3.0, "synthetic": 2.8}
 _S2_SWEEP: Final = ((0.80, 1024), (0.88, 2048), (0.97, 4096))
 """(share of the TBT objective that a mixed step may take, most tokens of a chunk)."""
@@ -45,6 +51,23 @@ def b1_b2_sizing(bench: Bench) -> None:
         bench.row("B2", f"{name}: capacity, best s2 of {len(_S2_SWEEP)} settings", strong, "x", prototype="-")
         bench.row("B2", f"{name}: best static ratio / best s2", best.over(strong), "ratio", least=1.2,
                   prototype="1.38, 1.27, 1.45")  # fmt: skip
+
+
+def b3_hybrid_decode(bench: Bench) -> None:
+    """An untuned ratio whose decode nodes compute prompts between their steps, against the same without, and s2."""
+    system = mesh(8, 8, hybrid=HybridDecodeKind.AUTO)
+    for name, prototype in (("conversation", "1.57"), ("tool-agent", "1.54"), ("synthetic", "1.88")):
+        plain, hybrid = static_capacity(bench, name, 8), bench.capacity(name, system, near=_HYBRID_NEAR[name])
+        ends = [bench.at(name, system, speed, seed) for speed, seed in zip(hybrid.values, bench.seeds, strict=True)]
+        bench.row("B3", f"{name}: capacity, 8P8D", plain, "x", prototype="-")
+        bench.row("B3", f"{name}: capacity, 8P8D with hybrid decode nodes", hybrid, "x", prototype="-", baseline=plain)
+        bench.row("B3", f"{name}: hybrid / plain 8P8D", hybrid.over(plain), "ratio", least=1.4, prototype=prototype)
+        bench.row("B3", f"{name}: good token share there", Measured([end.token_share(TTFT_SLO_S, TBT_SLO_S)
+                  for end in ends]), "", prototype="-")  # fmt: skip
+        bench.row("B3", f"{name}: TBT P90 there", Measured([quantile(end.tbts(), 0.9) * 1e3 for end in ends]), "ms",
+                  prototype="82 (conversation at 3x)")  # fmt: skip
+        strong = best_s2_capacity(bench, name)
+        bench.row("B3", f"{name}: hybrid / best s2", hybrid.over(strong), "ratio", prototype="1.30, 1.27, 1.33")
 
 
 def static_capacity(bench: Bench, name: str, decode: int) -> Measured:

@@ -22,9 +22,10 @@ from bench.simulator_plots import NoMatplotlib, draw_runs
 from bench.simulator_results import RunResult, quantile, write_csv
 from bench.traces import TRACES, TraceMissing, TraceRequest, read_trace
 from bench.workloads import replayed, tool_agent
-from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind
+from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, PlacementKind
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.policy.admission import Admission
+from mooncake_mesh.policy.hybrid import longest_step_s
 from mooncake_mesh.policy.placement import Scheduling
 from mooncake_mesh.policy.views import Objectives
 
@@ -83,6 +84,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--jitter", type=int, default=None, metavar="SEED", help="move each arrival by U(0, 3 s)")
     add("--placement", default="adaptive", choices=[kind.value for kind in PlacementKind])
     add("--threshold", type=float, default=2.0, help="kvcache_balancing_threshold, for kvcache_centric")
+    add("--hybrid", action="store_true", help="decode nodes compute prompts too, where that is sooner and --tbt allows")
     add("--admission", default="none", choices=["none", *(kind.value for kind in AdmissionKind)])
     add("--eviction", default="lru", choices=[kind.value for kind in EvictionKind])
     add("--ttft", type=float, default=30.0, metavar="S", help="objective for the time to first token")
@@ -114,6 +116,7 @@ def _system(text: str, args: argparse.Namespace) -> Run:
     kind: NodeKind = NODES[args.kind]
     if mesh := _MESH.fullmatch(text):
         is_open = args.admission == "none"
+        hybrid = HybridDecodeKind.AUTO if args.hybrid else HybridDecodeKind.OFF
         setup = MeshSetup(
             prefill=int(mesh[1]),
             decode=int(mesh[2]),
@@ -123,7 +126,10 @@ def _system(text: str, args: argparse.Namespace) -> Run:
                 placement=PlacementKind(args.placement),
                 threshold=args.threshold,
                 admission=Admission(kind=AdmissionKind.BASELINE if is_open else AdmissionKind(args.admission)),
+                hybrid_decode=hybrid,
+                hybrid_step_s=longest_step_s(Objectives(tbt_s=args.tbt)),
             ),
+            decode_shares=args.hybrid,
             eviction=EvictionKind(args.eviction),
             seed=args.seed,
         )

@@ -19,6 +19,7 @@ from bench.simulator_prefill import PrefillShell
 from bench.simulator_results import GiveUp, LoadSample, RequestRecord, RunResult
 from bench.traces import BLOCK_TOKENS, TraceRequest
 from mooncake_mesh.conductor.core import ConductorCore
+from mooncake_mesh.config_scheduling import HybridDecodeKind
 from mooncake_mesh.kv.block_hash import join_keys
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.prefix_index import PrefixIndex
@@ -65,16 +66,21 @@ class MeshSetup:
     @property
     def landing_blocks(self) -> int:
         """Blocks in which a decode node takes KV in: of its VRAM, and of its host memory where a gate keeps the batch
-        within VRAM. Without a TBT objective there is no gate."""
-        tokens = self.kind.vram_kv_tokens + (0 if self.objectives.tbt_s is None else self.kind.dram_kv_tokens)
+        within VRAM, or much less than VRAM holds is decoded, as prompts are computed there as well."""
+        tokens = self.kind.vram_kv_tokens + (self.kind.dram_kv_tokens if self._lands_in_host_memory else 0)
         return self.decode_blocks or tokens // self.block_tokens
 
     @property
     def batch_blocks(self) -> int:
         """Blocks of KV that a decode node runs at a time: what its VRAM holds, less what a full batch grows by."""
-        if self.decode_blocks or self.objectives.tbt_s is None:
+        if self.decode_blocks or not self._lands_in_host_memory:
             return 0
         return int(self.kind.vram_kv_tokens * _BATCH_SHARE) // self.block_tokens
+
+    @property
+    def _lands_in_host_memory(self) -> bool:
+        """Without a TBT objective there is no gate."""
+        return self.objectives.tbt_s is not None or self.scheduling.hybrid_decode is HybridDecodeKind.AUTO
 
     def __post_init__(self) -> None:
         if self.prefill < 1 or self.decode < 0:
@@ -193,8 +199,10 @@ class _Run:
             longest_window_steps=setup.longest_window_steps,
             batch_blocks=setup.batch_blocks,
             shares=setup.decode_shares,
+            holders=self._holders,
             on_room=self._send,
             on_granted=self._first_token,
+            on_prompt_computed=self._prompt_computed,
             on_refused=self._refused,
             on_finished=self._finished,
             on_preempted=self._preempt,
@@ -287,10 +295,14 @@ class _Run:
 
     def _start(self, flight: Flight) -> None:
         self._open += 1
+        decode = self._decode_of[flight.placement.decode.instance_id]
+        decode.node.placed_s = self._clock.now_s
+        if flight.is_inline:
+            decode.submit(flight, flight.request.output_tokens)
+            return
         self._prefill_of[flight.placement.prefill.instance_id].node.placed_s = self._clock.now_s
-        self._decode_of[flight.placement.decode.instance_id].node.placed_s = self._clock.now_s
         if self._draws_more(flight):
-            self._decode_of[flight.placement.decode.instance_id].submit(flight, flight.request.output_tokens)
+            decode.submit(flight, flight.request.output_tokens)
         prefill = self._prefill_of[flight.placement.prefill.instance_id]
         prefill.submit(flight, self._setup.max_new_tokens)
 
@@ -318,6 +330,12 @@ class _Run:
             if flight.gate is None:
                 self._first_token(flight)
             self._perhaps_land(flight)
+
+    def _prompt_computed(self, flight: Flight) -> None:
+        """On the decode instance: nothing is sent."""
+        flight.is_computed = True
+        if flight.gate is None:
+            self._first_token(flight)
 
     def _refused(self, flight: Flight, reason: str) -> None:
         """Its KV was there, and no place for it: placed elsewhere, as the gateway does it, if anybody has one now."""

@@ -4,17 +4,22 @@ Between two changes of the batch nothing is decided, so the steps in between are
 sequences move by as many tokens, and only last tokens go through the core. That is exact; a test compares it with
 single steps. All sequences of a batch share its intervals, so they are kept once, for the instance. When each of them
 will next want something (its end, more blocks) is known in steps, and kept in a heap.
+
+While a prompt is computed here, each step has a chunk of it, and its whole chunks are alike. Its blocks can be found
+once all are computed, as on a prefill node.
 """
 
 import heapq
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from bench.simulator_flight import Flight, decode_job
 from bench.simulator_node import INCARNATION, SimNode
+from bench.simulator_prompts import InlineShell
 from bench.simulator_results import Interval
+from bench.simulator_window import Window, window_of
 from mooncake_mesh.decode.core import DecodeCore
+from mooncake_mesh.decode.prompt_line import InlinePrompt
 from mooncake_mesh.decode.sequences import DecodeSequence, QueueFull, SequenceStage
 from mooncake_mesh.errors import NoFreeBlocks, Rejected
 from mooncake_mesh.kv.block_hash import split_keys
@@ -22,7 +27,6 @@ from mooncake_proto.control import Load, Member, Role
 from mooncake_proto.ids import InstanceId, JobId
 from mooncake_proto.transfer import Acquire, Acquired
 
-_STEP_MEMORY: Final = 0.9
 _GROW_AHEAD_TOKENS: Final = 8
 """The core asks for room this long before a sequence needs it; a window ends there, so that it can."""
 
@@ -43,8 +47,10 @@ class DecodeShell:
         longest_window_steps: int,
         batch_blocks: int,
         shares: bool,
+        holders: Mapping[str, SimNode],
         on_room: Callable[[Flight], None],
         on_granted: Callable[[Flight], None],
+        on_prompt_computed: Callable[[Flight], None],
         on_refused: Callable[[Flight, str], None],
         on_finished: Callable[[Flight], None],
         on_preempted: Callable[[Flight, int], None],
@@ -56,8 +62,10 @@ class DecodeShell:
         self._longest_window_steps = longest_window_steps
         self._batch_blocks = batch_blocks
         self._shares = shares
+        self._prompts = InlineShell(node, holders, block_tokens=block_tokens, on_first=self._wake)
         self._on_room = on_room
         self._on_granted = on_granted
+        self._on_prompt_computed = on_prompt_computed
         self._on_refused = on_refused
         self._on_finished = on_finished
         self._on_preempted = on_preempted
@@ -75,11 +83,9 @@ class DecodeShell:
         self._held: set[JobId] = set()
         self._sits_somebody_out = False
         self._wanting: list[DecodeSequence] = []
-        self._start_s = 0.0
-        self._steps = 0
-        self._first_step_s = 0.0
-        self._step_growth_s = 0.0
-        self._window = 0
+        self._window = Window(0.0, 0.0, 0.0, 0, 0, 0)
+        self._steps = 0  # of the window; none: idle
+        self._window_number = 0
         self._step_s = 0.0
         self._idle_load: Load | None = None
 
@@ -93,8 +99,9 @@ class DecodeShell:
         return load
 
     def _load_now(self) -> Load:
-        core = self.core
-        stepped = min(self._steps_by(self.node.clock.now_s), self._steps)
+        core, window = self.core, self._window
+        stepped = self._stepped()
+        decoded = stepped if self._batch else 0
         waiting = waiting_tokens = 0
         progress: list[tuple[int, int]] = []
         for sequence in core.sequences():  # in one pass: there are two of these a second and instance
@@ -111,17 +118,17 @@ class DecodeShell:
             queued_tokens=waiting_tokens,
             running_jobs=len(progress),
             running_tokens=sum(tokens for tokens, _ in progress),
-            step_s=self._step_s_after(stepped),
+            step_s=window.step_s_after(decoded, self._step_s),
             sequences=tuple(progress),
             decoded_tokens=core.decoded_tokens,
-            steps=core.steps + stepped,
-            recent_steps=(self._sample(stepped),) if stepped else core.recent_steps()[-1:],
+            steps=core.steps + decoded,
+            recent_steps=(window.sample(decoded, self.node.kind),) if decoded else core.recent_steps()[-1:],
+            queued_prompts=window.prompts(self._prompts.waiting(), stepped),
         )
 
-    def _sample(self, n: int) -> tuple[int, int, float]:
-        """The *n*-th step of the window as a sample: sequences, tokens of KV, seconds."""
-        sequences = len(self._batch)
-        return sequences, self._context + (n - 1) * sequences, self._first_step_s + (n - 1) * self._step_growth_s
+    def _stepped(self) -> int:
+        """Steps of the window that are over."""
+        return min(self._steps, self._window.steps_by(self.node.clock.now_s)) if self._steps else 0
 
     @property
     def running(self) -> int:
@@ -145,6 +152,9 @@ class DecodeShell:
             n_blocks=-(-(flight.prompt_tokens + 1) // self._block_tokens),
             max_cached_blocks=sequence.sealed_blocks,
         )
+        if flight.is_inline:
+            self._prompts.submit(flight, sequence, request)
+            return
 
         def acquired(got: Acquired) -> None:
             sequence.blocks = list(got.blocks)
@@ -167,15 +177,23 @@ class DecodeShell:
             self.node.publish()
         self.core.landed(sequence, sequence.blocks)
         self.core.first_token(flight.job_id, 0)
+        self._may_join(sequence)
+        self._wake()
+
+    def _may_join(self, sequence: DecodeSequence) -> None:
+        """Its prompt is here and its first token known."""
         if sequence.is_granted:
             self._n_active += 1
             self._has_ready = True
         else:
-            self._held.add(flight.job_id)
-        if self._batch:  # it joins at the next step
-            self._shorten(self._steps_by(self.node.clock.now_s) + 1)
-        else:
+            self._held.add(sequence.job.job_id)
+
+    def _wake(self) -> None:
+        """Somebody has come: what is computed changes with the next step."""
+        if not self._steps:
             self._begin()
+        elif (steps := self._window.steps_by(self.node.clock.now_s) + 1) < self._steps:
+            self._schedule(steps)
 
     def dropped(self, flight: Flight) -> None:
         """A job that is not to be decoded: its place and its blocks are given back."""
@@ -195,15 +213,14 @@ class DecodeShell:
         self._open_gates()
         if self._has_ready or self._sits_somebody_out:
             self._plan()
-        batch = self._batch
-        if not batch:
+        batch, now_s = self._batch, self.node.clock.now_s
+        prompt = self._prompts.begin(len(batch), self._context)
+        if not batch and prompt is None:
             self._steps = 0
             return
-        kind = self.node.kind
-        self._start_s = self.node.clock.now_s
-        self._first_step_s = kind.decode_step_s(len(batch), self._context)
-        self._step_growth_s = kind.decode_step_s(len(batch), self._context + len(batch)) - self._first_step_s
-        self._schedule(min(self._longest_window_steps, self._events[0][0] - self._n_steps))
+        self._window, alike = window_of(self.node.kind, now_s, len(batch), self._context, prompt)
+        steps = min(self._longest_window_steps, alike or self._longest_window_steps)
+        self._schedule(min(steps, self._events[0][0] - self._n_steps) if batch else steps)
 
     def _plan(self) -> None:
         """Let the core say who is in the batch. As long as nobody sits out, that is who was in it and who came."""
@@ -276,48 +293,21 @@ class DecodeShell:
 
     def _schedule(self, steps: int) -> None:
         self._steps = steps
-        self._window += 1
-        window = self._window
+        self._window_number += 1
+        number = self._window_number
 
         def over() -> None:
-            if window == self._window:
+            if number == self._window_number:
                 self._finish_window()
 
-        self.node.clock.at(self._start_s + self._elapsed_s(steps), over)
-
-    def _shorten(self, steps: int) -> None:
-        if steps < self._steps:
-            self._schedule(steps)
-
-    def _elapsed_s(self, steps: int) -> float:
-        return steps * self._first_step_s + self._step_growth_s * steps * (steps - 1) / 2
-
-    def _steps_by(self, now_s: float) -> int:
-        """Whole steps of the window that are over at *now_s*."""
-        if not self._batch:
-            return 0
-        elapsed_s, a, b = now_s - self._start_s, self._step_growth_s / 2, self._first_step_s - self._step_growth_s / 2
-        steps = int(elapsed_s / b) if a <= 0 else int((math.sqrt(b * b + 4 * a * elapsed_s) - b) / (2 * a))
-        while self._elapsed_s(steps) > elapsed_s:
-            steps -= 1
-        while self._elapsed_s(steps + 1) <= elapsed_s:
-            steps += 1
-        return steps
-
-    def _step_s_after(self, steps: int) -> float:
-        """The live worker's moving average after *steps* of the window; they grow by the same time each."""
-        if not steps:
-            return self._step_s
-        memory = _STEP_MEMORY**steps
-        average = memory * (self._step_s or self._first_step_s) + (1 - memory) * self._first_step_s
-        return average + self._step_growth_s * (steps - (1 - memory) / (1 - _STEP_MEMORY))
+        self.node.clock.at(self._window.start_s + self._window.elapsed_s(steps), over)
 
     def _finish_window(self) -> None:
-        batch, steps = self._batch, self._steps
-        step_s = self._elapsed_s(steps) / steps
-        self._log.append((step_s, steps))
-        self._step_s = self._step_s_after(steps)
-        self.core.stepped(*self._sample(steps), steps=steps)
+        batch, steps, window = self._batch, self._steps, self._window
+        if batch:
+            self._log += window.intervals(steps)
+            self._step_s = window.step_s_after(steps, self._step_s)
+            self.core.stepped(*window.sample(steps, self.node.kind), steps=steps)
         self._n_steps += steps
         self._context += steps * len(batch)
         for sequence in batch:
@@ -332,10 +322,25 @@ class DecodeShell:
             self._finish(new.sequence)
         if ending:
             self._batch = [sequence for sequence in batch if not sequence.is_over]
+        if window.chunk_tokens and (prompt := self._prompts.computed(window, steps)) is not None:
+            self._prompt_over(prompt)
         if self._wanting or self._has_ready or self._sits_somebody_out:
             self._grow()
         self.node.publish()
         self._begin()
+
+    def _prompt_over(self, prompt: InlinePrompt) -> None:
+        """Its first token is drawn; perhaps there are to be more."""
+        flight = self._flights[prompt.sequence.job.job_id]
+        finish = self.core.prefilled(prompt.sequence, prompt.blocks, 0)
+        self._on_prompt_computed(flight)
+        if finish is None:
+            self._may_join(prompt.sequence)
+            return
+        del self._flights[flight.job_id]
+        self.core.forget(prompt.sequence)
+        self.node.release(flight.job_id)
+        self._on_finished(flight)
 
     def _due(self) -> list[DecodeSequence]:
         """Sequences that are at their end now; those that want to grow are left for :meth:`_grow`."""

@@ -7,7 +7,7 @@ from bench.simulator_node import INCARNATION
 from bench.simulator_results import Interval, RequestRecord, longest_mean_s, mean_s
 from bench.traces import TraceRequest
 from mooncake_proto.ids import InstanceId, JobId, TransferId
-from mooncake_proto.serving import DecodeGate, DecodeJob, Placement, Sampling, Stopping
+from mooncake_proto.serving import DecodeGate, DecodeJob, InlinePrefill, Placement, Sampling, Stopping
 
 
 @dataclass(slots=True)
@@ -45,6 +45,20 @@ class Flight:
     def is_first_job(self) -> bool:
         return self.drawn == 0
 
+    @property
+    def is_inline(self) -> bool:
+        """Whether its decode instance computes its prompt."""
+        return self.placement.inline_step is not None
+
+    def prompt_begun(self, *, cached_tokens: int, queue_s: float, block_tokens: int) -> None:
+        """Its prompt is computed from now on, but for *cached_tokens*."""
+        record = self.record
+        record.computed_tokens += self.prompt_tokens - cached_tokens
+        if self.is_first_job:
+            record.queue_s = queue_s
+            record.cached_tokens = cached_tokens
+            record.cached_blocks = cached_tokens // block_tokens
+
     def token_at(self, now_s: float) -> None:
         """A token that belongs to no step: prefill drew it."""
         if not math.isnan(self.last_token_s):
@@ -62,6 +76,13 @@ def decode_job(flight: Flight, output_tokens: int, now_s: float) -> DecodeJob:
     """What the gateway sends the decode worker: *output_tokens* are drawn in all, and tokens are zeros."""
     gate, ttft_slo_s = flight.gate, flight.placement.ttft_slo_s
     left_s = None if ttft_slo_s is None else max(0.0, flight.record.arrival_s + ttft_slo_s - now_s)
+    inline = None
+    if flight.placement.inline_step is not None:
+        inline = InlinePrefill(
+            step=flight.placement.inline_step,
+            fetch_from=flight.placement.fetch_from,
+            fetch_prefix_blocks=flight.placement.fetch_prefix_blocks,
+        )
     return DecodeJob(
         job_id=flight.job_id,
         transfer_id=TransferId(f"kv-{flight.job_id}"),
@@ -76,4 +97,5 @@ def decode_job(flight: Flight, output_tokens: int, now_s: float) -> DecodeJob:
         deadline_s=math.inf,
         gate=gate,
         first_token_within_s=None if gate is None else left_s,
+        inline_prefill=inline,
     )

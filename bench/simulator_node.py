@@ -8,13 +8,16 @@ from bench.nodes import NodeKind
 from bench.simulator_clock import Link, VirtualClock
 from mooncake_mesh.conductor.core import ConductorCore
 from mooncake_mesh.conductor.roster import BEAT_LAG_S
+from mooncake_mesh.errors import NoFreeBlocks
+from mooncake_mesh.kv.block_hash import join_keys
 from mooncake_mesh.kv.block_pool import NoRoom
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.messenger.core import MessengerCore
+from mooncake_mesh.messenger.landing import SliceSpan
 from mooncake_proto.control import Load, Member, ModelCard, Role
-from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId
+from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId
 from mooncake_proto.kvcache import KvEvent, KvEvents
-from mooncake_proto.transfer import Acquire, Acquired
+from mooncake_proto.transfer import Acquire, Acquired, PushBlocks
 
 INCARNATION: Final = Incarnation("0" * 16)
 MODEL: Final = "simulated"
@@ -65,6 +68,36 @@ class SimNode:
         member = _member(role, instance_id, self.node_id, f"sim://{self.node_id}/worker", card)
         self._conductor.register(member, self.clock.now_s)
         return member
+
+    def fetch(self, source: "SimNode", request: Acquire, then: Callable[[], None]) -> bool:
+        """Start to copy what is missing here of the prefix that *request* names; whether there is anything to wait for.
+        *then* is called when it is here."""
+        mine, now_s = self.messenger, self.clock.now_s
+        missing = mine.missing_prefix(request)
+        if not missing:
+            return False
+        transfer_id = TransferId(f"prefix-{request.job_id}")
+        try:
+            landing = mine.open_fetch(transfer_id, request, missing, now_s)
+        except NoFreeBlocks:
+            return False
+        push = PushBlocks(
+            transfer_id=transfer_id, target=self.endpoint, keys=join_keys(missing), deadline_s=float("inf")
+        )
+        n_blocks = source.messenger.start_push(push, request.instance_id, INCARNATION).n_blocks
+        sent_s = source.link.send(now_s, n_blocks * self.block_bytes)
+
+        def landed() -> None:
+            landing.shorten(n_blocks)
+            spans = [SliceSpan(logical=i, layer=0, n_layers=1) for i in range(n_blocks)]
+            landing.written(landing.admit(spans, mine.pool), mine.pool, self.clock.now_s)
+            mine.settle(landing)
+            source.release(JobId(f"push-{transfer_id}"))
+            self.release(JobId(transfer_id))
+            then()
+
+        self.clock.at(sent_s, landed)
+        return True
 
     def acquire(self, request: Acquire, then: Callable[[Acquired], None]) -> None:
         """Blocks for a job, now or when there is room and everybody who came before has theirs."""

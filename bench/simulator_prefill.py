@@ -10,15 +10,13 @@ from typing import Final
 
 from bench.simulator_flight import Flight
 from bench.simulator_node import INCARNATION, SimNode
-from mooncake_mesh.errors import NoFreeBlocks
-from mooncake_mesh.kv.block_hash import join_keys, split_keys
-from mooncake_mesh.messenger.landing import SliceSpan
+from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.policy.queue_order import QueueRules
 from mooncake_mesh.prefill.core import JobStage, PrefillCore, QueuedJob, QueueFull
 from mooncake_proto.control import Load, Member, Role
 from mooncake_proto.ids import InstanceId, JobId, TransferId
 from mooncake_proto.serving import PrefillJob, QueueTurn, Sampling, Stopping
-from mooncake_proto.transfer import Acquire, Acquired, PushBlocks
+from mooncake_proto.transfer import Acquire, Acquired
 
 _AHEAD_JOBS: Final = 2
 """Jobs that have their blocks before their turn: one in the worker's queue, one that waits to be put there."""
@@ -137,38 +135,9 @@ class PrefillShell:
             fetch_from=job.fetch_from,
             fetch_blocks=job.fetch_prefix_blocks,
         )
-        if not (job.fetch_from and self._fetch(entry, request)):
+        source = self._holders[job.fetch_from] if job.fetch_from else None
+        if source is None or not self.node.fetch(source, request, lambda: self._acquire(entry, request)):
             self._acquire(entry, request)
-
-    def _fetch(self, entry: QueuedJob, request: Acquire) -> bool:
-        """Start to copy what is missing of the prefix; whether there is anything to wait for."""
-        mine, now_s = self.node.messenger, self.node.clock.now_s
-        missing = mine.missing_prefix(request)
-        source = self._holders[request.fetch_from]
-        if not missing:
-            return False
-        transfer_id = TransferId(f"prefix-{request.job_id}")
-        try:
-            landing = mine.open_fetch(transfer_id, request, missing, now_s)
-        except NoFreeBlocks:
-            return False
-        push = PushBlocks(
-            transfer_id=transfer_id, target=self.node.endpoint, keys=join_keys(missing), deadline_s=float("inf")
-        )
-        n_blocks = source.messenger.start_push(push, self.member.instance_id, INCARNATION).n_blocks
-        sent_s = source.link.send(now_s, n_blocks * self.node.block_bytes)
-
-        def landed() -> None:
-            landing.shorten(n_blocks)
-            spans = [SliceSpan(logical=i, layer=0, n_layers=1) for i in range(n_blocks)]
-            landing.written(landing.admit(spans, mine.pool), mine.pool, self.node.clock.now_s)
-            mine.settle(landing)
-            source.release(JobId(f"push-{transfer_id}"))
-            self.node.release(JobId(transfer_id))
-            self._acquire(entry, request)
-
-        self.node.clock.at(sent_s, landed)
-        return True
 
     def _acquire(self, entry: QueuedJob, request: Acquire) -> None:
         def acquired(got: Acquired) -> None:
@@ -196,17 +165,13 @@ class PrefillShell:
         end_s = now_s
         for chunk in self.core.chunks(entry):
             end_s += self.node.kind.prefill_s(chunk.end - chunk.start, chunk.start)
-        self._note(flight, entry, end_s - now_s)
+        flight.record.prefill_s += end_s - now_s
+        flight.prompt_begun(
+            cached_tokens=entry.cached_tokens,
+            queue_s=now_s - entry.queued_s,
+            block_tokens=self._block_tokens,
+        )
         self.node.clock.at(end_s, lambda: self._computed(entry, flight))
-
-    def _note(self, flight: Flight, entry: QueuedJob, prefill_s: float) -> None:
-        record = flight.record
-        record.prefill_s += prefill_s
-        record.computed_tokens += entry.prompt_tokens - entry.cached_tokens
-        if flight.is_first_job:
-            record.queue_s = entry.started_s - entry.queued_s
-            record.cached_tokens = entry.cached_tokens
-            record.cached_blocks = entry.cached_tokens // self._block_tokens
 
     def _computed(self, entry: QueuedJob, flight: Flight) -> None:
         first = entry.cached_tokens // self._block_tokens

@@ -22,6 +22,7 @@ import enum
 from dataclasses import dataclass
 
 from mooncake_proto.codec import message
+from mooncake_proto.grammar import Grammar
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId
 from mooncake_proto.shapes import Natural, PackedKey, PackedKeys, PackedTokens, Positive
 
@@ -39,7 +40,8 @@ class Sampling:
     """How a token is drawn from its logits.
 
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and the three penalties' neutral values switch
-    a rule off. ``top_logprobs`` None reports no logprobs, 0 only that of the drawn token.
+    a rule off. ``top_logprobs`` None reports no logprobs, 0 only that of the drawn token. ``logit_bias`` adds to the
+    logits of tokens; with a ``grammar`` only what it allows can be drawn.
     """
 
     temperature: float = 1.0
@@ -51,6 +53,8 @@ class Sampling:
     frequency_penalty: float = 0.0
     seed: int = 0
     top_logprobs: Natural | None = None
+    logit_bias: tuple[tuple[Natural, float], ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +120,32 @@ class DecodeGate:
             raise ValueError("a gate's times must not be negative")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedStep:
+    """How long the chunks of a prompt may be that a decode worker computes with its steps, as far as the conductor
+    knows: ``most_tokens``, and so that a step takes at most ``limit_s``.
+
+    A step takes ``base_s``, and further times for each sequence, each token of their KV, each token of the chunk, each
+    token of the prompt before it, and each pair of tokens: there are (p + n)² - p² for n tokens behind p.
+    """
+
+    limit_s: float
+    most_tokens: Positive
+    base_s: float
+    sequence_s: float
+    context_token_s: float
+    token_s: float
+    before_token_s: float
+    pair_s: float
+
+    def __post_init__(self) -> None:
+        if not self.limit_s > 0:
+            raise ValueError(f"limit_s must be positive, got {self.limit_s}")
+        times = (self.base_s, self.sequence_s, self.context_token_s, self.token_s, self.before_token_s, self.pair_s)
+        if not min(times) >= 0:
+            raise ValueError("the times of a step must not be negative")
+
+
 @message("serving.schedule")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
@@ -144,8 +174,8 @@ class Placement:
     the last word, and nobody is shown the first token before. ``prefill_est_s`` is what computing will take once it is
     its turn, ``ttft_slo_s`` the objective from the request's arrival to its first token.
 
-    With ``inline_chunk_tokens`` the decode instance computes the prompt, in chunks of that many tokens between its
-    steps; ``prefill`` names it too then.
+    With ``inline_step`` the decode instance computes the prompt, in chunks with its steps; ``prefill`` names it too
+    then.
     """
 
     job_id: JobId
@@ -160,7 +190,7 @@ class Placement:
     prefill_est_s: float = 0.0
     ttft_slo_s: float | None = None
     read_limit_blocks: Natural | None = None
-    inline_chunk_tokens: Positive | None = None
+    inline_step: MixedStep | None = None
 
 
 @message("serving.rejected")
@@ -222,12 +252,12 @@ class PrefillJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InlinePrefill:
-    """A decode worker computes the prompt itself: ``chunk_tokens`` of it, whole blocks, before each step at most.
+    """A decode worker computes the prompt itself: a chunk with each step, as long as ``step`` allows.
 
     The other fields are as in PrefillJob.
     """
 
-    chunk_tokens: Positive
+    step: MixedStep
     fetch_from: str = ""
     fetch_prefix_blocks: Natural = 0
     read_limit_blocks: Natural | None = None

@@ -102,6 +102,10 @@ class ConductorConfig:
     hybrid_decode: Annotated[
         HybridDecodeKind, "auto: decode instances compute prompts that are sooner there and fit between steps; or off"
     ] = HybridDecodeKind.OFF
+    hybrid_step_s: Annotated[
+        float | None,
+        "how long a decode step may take together with a piece of a prompt; a share of tbt_slo_s otherwise",
+    ] = None
     decode_s: Annotated[float | None, "how long a request is taken to be decoded; measured otherwise"] = None
     record: Annotated[Path | None, "file for all that is heard and decided, to replay it; none otherwise"] = None
     cost_profile: Annotated[Path | None, "JSON file of the cost model to start from; a small model's otherwise"] = None
@@ -121,7 +125,7 @@ class ConductorConfig:
         at_least(self, 0.0, "replication_share")
         if self.replication_share > 1.0:
             raise ValueError(f"replication_share: must be at most 1, got {self.replication_share}")
-        for name in ("wip_limit", "decode_s", "ttft_slo_factor", "tbt_slo_factor"):
+        for name in ("wip_limit", "decode_s", "ttft_slo_factor", "tbt_slo_factor", "hybrid_step_s"):
             if getattr(self, name) is not None:
                 above_zero(self, name)
         if self.suspect_after_s <= self.heartbeat_s:

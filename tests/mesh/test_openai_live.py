@@ -1,10 +1,13 @@
 """The unmodified openai package against a live mesh: fake engines for the protocol, the real model for some answers."""
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, Final
 
+import jsonschema
 import openai
 import pytest
 
@@ -184,6 +187,53 @@ def test_async_client(fake_mesh: Mesh) -> None:
     assert asyncio.run(main()) == [clients.expected_text(f"request {number}", 24) for number in range(12)]
 
 
+# --- structured output ------------------------------------------------------------------------------------------------
+
+PERSON: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+PERSON_FORMAT: Final[Any] = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+
+
+def test_json_schema_whole_and_streamed(client: openai.OpenAI) -> None:
+    """One seed, one answer, whether it is streamed or not, and whoever draws its first token."""
+    for seed in range(4):
+        options: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "seed": seed, "response_format": PERSON_FORMAT}
+        (choice,) = client.chat.completions.create(**options, max_tokens=200).choices
+        jsonschema.validate(json.loads(choice.message.content), PERSON)
+        assert choice.finish_reason == "stop"
+        with client.chat.completions.create(**options, max_tokens=200, stream=True) as stream:
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == choice.message.content
+
+
+def test_a_form_wins_over_what_would_make_it_longer(client: openai.OpenAI) -> None:
+    extra = {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": True, "min_tokens": 50}
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=100, extra_body=extra)
+    assert answer.choices[0].text in ("yes", "no")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("extra", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[a-f]{4}-[0-9]{2}"}}, "[a-f]{4}-[0-9]{2}"),
+        ({"guided_regex": "x+y"}, "x+y"),
+        ({"guided_grammar": 'start: "a" item*\nitem: "b" | "c"'}, "a[bc]*"),
+        ({"guided_json": {"type": "boolean"}}, "true|false"),
+    ],
+)
+def test_other_forms(client: openai.OpenAI, extra: dict[str, Any], pattern: str) -> None:
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=400, extra_body=extra)
+    assert re.fullmatch(pattern, answer.choices[0].text)
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +300,21 @@ def test_a_timeout_cancels_the_request(slow_mesh: Mesh) -> None:
     with connect(slow_mesh, timeout=0.5) as client, pytest.raises(openai.APITimeoutError):
         client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=2000)
     slow_mesh.wait_idle()
+
+
+def test_a_structured_answer_goes_on_after_the_loss_of_its_decode_worker(slow_mesh: Mesh) -> None:
+    """The next worker makes up the state of the grammar from the tokens drawn so far."""
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100, "seed": 5}
+    options["extra_body"] = {"structured_outputs": {"regex": "([0-9]{3}[a-z]-){8}end"}}
+    with connect(slow_mesh) as client:
+        expected = client.completions.create(**options).choices[0].text
+        with client.completions.create(**options, stream=True) as stream:
+            parts = [next(iter(stream)).choices[0].text for _ in range(10)]
+            slow_mesh.kill("decode0")
+            slow_mesh.start("decode0")
+            parts += [chunk.choices[0].text for chunk in stream]
+    assert "".join(parts) == expected
+    assert re.fullmatch("([0-9]{3}[a-z]-){8}end", expected)
 
 
 def test_nobody_to_decode_is_a_server_error(slow_mesh: Mesh) -> None:

@@ -39,6 +39,7 @@ from mooncake_proto.serving import (
     FirstToken,
     GateKind,
     JobFailed,
+    MixedStep,
     Placement,
     Sampling,
     Stopping,
@@ -74,6 +75,16 @@ GATE = DecodeGate(
     step_token_s=0.0,
     room_tokens=100,
     decode_s=1.0,
+)
+STEP = MixedStep(
+    limit_s=0.1,
+    most_tokens=512,
+    base_s=0.01,
+    sequence_s=0.0,
+    context_token_s=0.0,
+    token_s=0.001,
+    before_token_s=0.0,
+    pair_s=0.0,
 )
 
 
@@ -146,12 +157,12 @@ class RequestMachine(RuleBasedStateMachine):
                 assert {job.drawn_tokens for job in jobs} == {len(self.out)}
                 is_single = self.stopping.max_new_tokens - len(self.out) == 1
                 if prefill is not None:
-                    assert placement.inline_chunk_tokens is None
+                    assert placement.inline_step is None
                     assert (decode is None) == (prefill.decode is None) == is_single
                 else:
                     assert decode is not None
                     assert decode.inline_prefill is not None
-                    assert decode.inline_prefill.chunk_tokens == placement.inline_chunk_tokens
+                    assert decode.inline_prefill.step == placement.inline_step
                 self.started[job_id] = command
                 assert decode is None or decode.gate == (None if self.out or is_single else placement.gate)
                 if decode is not None and decode.gate is not None:
@@ -203,7 +214,7 @@ class RequestMachine(RuleBasedStateMachine):
         decode=st.sampled_from(DECODES),
         which=st.integers(0, 3),
         gate=st.sampled_from((None, GATE)),
-        inline_chunk_tokens=st.sampled_from((None, None, 16)),
+        inline_step=st.sampled_from((None, None, STEP)),
     )
     def placed(
         self,
@@ -211,18 +222,18 @@ class RequestMachine(RuleBasedStateMachine):
         decode: WorkerRef,
         which: int,
         gate: DecodeGate | None,
-        inline_chunk_tokens: int | None,
+        inline_step: MixedStep | None,
     ) -> None:
         """An answer to a question of now or of earlier, perhaps for the second time."""
         job_id = self.asked[-1 - which % len(self.asked)].schedule.job_id
         answer = Placement(
             job_id=job_id,
-            prefill=prefill if inline_chunk_tokens is None else decode,
+            prefill=prefill if inline_step is None else decode,
             decode=decode,
             local_prefix_blocks=0,
             gate=gate,
             ttft_slo_s=30.0,
-            inline_chunk_tokens=inline_chunk_tokens,
+            inline_step=inline_step,
         )
         self.feed(Placed(placement=answer))
 

@@ -42,6 +42,10 @@ def _chat(name: str, fields: str, param: str | None, code: str = "invalid_reques
     return BadRequest(name=name, path=CHAT, body=body.encode(), status=status, code=code, param=param)
 
 
+def _schema(schema: str) -> str:
+    return f'"response_format": {{"type": "json_schema", "json_schema": {{"name": "a", "schema": {schema}}}}}'
+
+
 def _raw(name: str, body: bytes, code: str = "invalid_json", param: str | None = None) -> BadRequest:
     return BadRequest(name=name, body=body, status=400, code=code, param=param)
 
@@ -140,7 +144,21 @@ BAD_REQUESTS: tuple[BadRequest, ...] = (
     _completion("n huge", '"n": 1000000', "n"),
     _completion("n a string", '"n": "2"', "n"),
     _completion("best_of other than n", '"n": 2, "best_of": 3', "best_of", UNSUPPORTED),
-    _completion("logit_bias", '"logit_bias": {"50256": -100}', "logit_bias", UNSUPPORTED),
+    _completion("bias of a word", '"logit_bias": {"the": -100}', "logit_bias"),
+    _completion("bias too large", '"logit_bias": {"50": 101}', "logit_bias.50"),
+    _completion("bias of an unknown token", '"logit_bias": {"50256": -100}', "logit_bias"),
+    _completion("prompt_logprobs", '"prompt_logprobs": 0', "prompt_logprobs", UNSUPPORTED),
+    # structured output
+    _completion("regex that does not close", '"structured_outputs": {"regex": "("}', "structured_outputs.regex"),
+    _completion("two rules at once", '"structured_outputs": {"regex": "a", "choice": ["b"]}', "structured_outputs"),
+    _completion("no rule at all", '"structured_outputs": {}', "structured_outputs"),
+    _completion("older and newer rule", '"guided_regex": "a", "structured_outputs": {"regex": "a"}', "guided_regex"),
+    _completion("empty choice", '"guided_choice": ["yes", ""]', "guided_choice"),
+    _completion("grammar without a start", '"guided_grammar": "start: nobody"', "guided_grammar"),
+    _completion("schema that is no JSON", '"guided_json": "{"', "guided_json"),
+    _completion(
+        "white space", '"guided_json": {}, "guided_whitespace_pattern": " *"', "guided_whitespace_pattern", UNSUPPORTED
+    ),
     # stopping
     _completion("five stop strings", '"stop": ["a", "b", "c", "d", "e"]', "stop"),
     _completion("500000 stop strings", '"stop": [' + '"a",' * 499_999 + '"a"]', "stop"),
@@ -199,7 +217,12 @@ BAD_REQUESTS: tuple[BadRequest, ...] = (
     ),
     _chat("tools", '"tools": [{"type": "function", "function": {"name": "f"}}]', "tools", UNSUPPORTED),
     _chat("tool_choice", '"tool_choice": "required"', "tool_choice", UNSUPPORTED),
-    _chat("json mode", '"response_format": {"type": "json_object"}', "response_format", UNSUPPORTED),
+    _chat("response_format unknown", '"response_format": {"type": "xml"}', "response_format.type", UNSUPPORTED),
+    _chat("no schema", '"response_format": {"type": "json_schema"}', "response_format.json_schema"),
+    _chat("schema of an unknown type", _schema('{"type": "text"}'), "response_format.json_schema.schema"),
+    _chat("schema with an unknown keyword", _schema('{"not": {}}'), "response_format.json_schema.schema"),
+    _chat("schema an array", _schema("[]"), "response_format.json_schema.schema"),
+    _chat("schema too long", _schema('{"const": "' + "a" * 70_000 + '"}'), "response_format.json_schema.schema"),
     _chat("audio", '"modalities": ["text", "audio"]', "modalities", UNSUPPORTED),
     _chat("chat logprobs a number", '"logprobs": 3', "logprobs"),
     _chat("top_logprobs without logprobs", '"top_logprobs": 3', "top_logprobs"),

@@ -298,7 +298,7 @@ def test_a_prompt_placed_on_a_decode_instance_counts_there_until_it_reports_it()
     assert 8 <= spots.index(InstanceId("p0")) <= 10, "by then it is sooner there"
     for name in ("d0", "d1"):
         beat(core, name, Load(queued_prompts=((10, 30),)), 1.2)
-    assert placed(core, 1.2).inline_chunk_tokens == 40
+    assert placed(core, 1.2).inline_step is not None, "it is sooner there again"
 
 
 def test_a_prompt_is_one_waiting_job_of_the_instance_that_does_both() -> None:

@@ -7,14 +7,15 @@ from typing import Any, cast
 import pytest
 
 from mooncake_mesh.decode.core import DecodeCore
-from mooncake_mesh.decode.inline_prompts import InlinePrompts, PromptEnd
+from mooncake_mesh.decode.inline_prompts import InlinePrompts, PromptEnd, first_token
 from mooncake_mesh.decode.sequences import DecodeSequence
 from mooncake_mesh.engine.api import Drawn, Engine, PrefillChunk
 from mooncake_mesh.errors import Aborted, InternalError, MooncakeError, PeerUnreachable
 from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
+from mooncake_mesh.policy.decode_gate import Batch
 from mooncake_mesh.worker.station import Station
 from mooncake_proto.ids import BlockKey, Incarnation, JobId, TransferId
-from mooncake_proto.serving import DecodeJob, InlinePrefill, Sampling, Stopping
+from mooncake_proto.serving import DecodeJob, InlinePrefill, MixedStep, Sampling, Stopping
 from mooncake_proto.transfer import Seal
 from tests.mesh.clients import FAKE
 
@@ -61,7 +62,24 @@ class StationDouble:
         self.seals.append(seal)
 
 
-def sequence(name: str, prompt_tokens: int, *, chunk_tokens: int = 32) -> DecodeSequence:
+NOBODY = Batch(jobs=0, tokens=0, max_jobs=8)
+
+
+def chunks_of(tokens: int) -> MixedStep:
+    """They take no time, so all are that long."""
+    return MixedStep(
+        limit_s=1.0,
+        most_tokens=tokens,
+        base_s=0.0,
+        sequence_s=0.0,
+        context_token_s=0.0,
+        token_s=0.0,
+        before_token_s=0.0,
+        pair_s=0.0,
+    )
+
+
+def sequence(name: str, prompt_tokens: int, *, step: MixedStep | None = None) -> DecodeSequence:
     tokens = token_bytes(range(prompt_tokens))
     job = DecodeJob(
         job_id=JobId(name),
@@ -75,7 +93,7 @@ def sequence(name: str, prompt_tokens: int, *, chunk_tokens: int = 32) -> Decode
         drawn_tokens=3,
         stream_endpoint="ipc://g",
         deadline_s=60.0,
-        inline_prefill=InlinePrefill(chunk_tokens=chunk_tokens),
+        inline_prefill=InlinePrefill(step=step or chunks_of(32)),
     )
     entered = DecodeCore(block_tokens=16, max_batch=8, max_jobs=8).submit(job, 0.0)
     assert isinstance(entered, DecodeSequence)
@@ -92,7 +110,7 @@ def steps(line: InlinePrompts) -> list[PromptEnd]:
     async def run() -> list[PromptEnd]:
         ends = []
         while line.is_due:
-            end = await line.finish(line.start())
+            end = await line.finish(line.start(NOBODY))
             if end is not None:
                 ends.append(end)
         return ends
@@ -118,7 +136,7 @@ def test_chunks_follow_the_cached_prefix_and_the_last_one_draws() -> None:
     assert [(seal.first_block, len(seal.keys) // 16) for seal in station.seals] == [(1, 2), (3, 2)]
     assert b"".join(seal.keys for seal in station.seals) == one.job.keys[16:]
     assert isinstance(end.result, Drawn)
-    first = end.prompt.first_token(end.result, None, end.prompt.started_s + 2.0)
+    first = first_token(end.prompt, end.result, None, end.prompt.started_s + 2.0)
     assert (first.token, first.position, first.cached_tokens) == (7, 3, 16)
     assert first.prefill_s == pytest.approx(2.0)
 

@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ def make_engine(model: Any, dtype: KvDtype = KvDtype.FLOAT32, context_bytes: int
     probe_attention(paged, layout)
     layers = LayerRange.whole(layout.layers)
     loaded = LoadedModel(model=paged, layout=layout, vocab_size=128, max_context_tokens=512, layers=layers)
-    return TransformersEngine(loaded, name="tiny", fingerprint="f", context_bytes=context_bytes)
+    return TransformersEngine(loaded, name="tiny", fingerprint="f", folder=Path(), context_bytes=context_bytes)
 
 
 def bound_engine(model: Any, **options: Any) -> tuple[TransformersEngine, np.ndarray]:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from mooncake_mesh.mesh import runtime
+from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.mesh.service_manager import Progress, ServiceManager, service_manager
-from mooncake_mesh.worker.engine_thread import EngineThread
 
 
 class Manager:
@@ -124,13 +124,13 @@ def test_only_the_process_that_is_watched_says_that_it_lives(
 
 def test_an_engine_that_hangs_makes_no_progress() -> None:
     async def engine() -> None:
-        thread, go_on = EngineThread(), threading.Event()
-        await thread.start(int)
-        hanging, waiting = thread.start(go_on.wait), thread.start(int)
-        assert thread.progress() == Progress(done=1, pending=2)
+        crew, go_on = Crew(1, name="engine"), threading.Event()
+        await crew.run(int)
+        hanging, waiting = crew.run(go_on.wait), crew.run(int)
+        assert crew.progress() == Progress(done=1, pending=2)
         go_on.set()
         await asyncio.gather(hanging, waiting)
-        thread.close()
-        assert thread.progress() == Progress(done=3, pending=0)
+        assert crew.progress() == Progress(done=3, pending=0)
+        crew.close()
 
     asyncio.run(engine())

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from mooncake_mesh.mesh.arena import BorrowedArena, Holder
+from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.messenger.landing import Destination, SliceSpan
 from mooncake_mesh.messenger.transports import shm
-from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_proto.ids import BlockId, Incarnation, InstanceId, NodeId
 from mooncake_proto.transfer import ArenaInfo
 
@@ -75,7 +75,7 @@ def test_a_copy_outlasts_any_number_of_cancellations(monkeypatch: pytest.MonkeyP
     async def scenario() -> None:
         monkeypatch.setattr(shm, "_copy_all", copy_all)
         source = Borrowed()
-        crew = Crew(1)
+        crew = Crew(1, name="kv-work")
         async with asyncio.TaskGroup() as tasks:
             copying = tasks.create_task(
                 shm.copy_in([LARGE], cast(BorrowedArena, source), memoryview(bytearray(64)), crew)

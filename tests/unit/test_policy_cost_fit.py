@@ -133,6 +133,24 @@ def test_twice_and_half_cancel_out_and_one_outlier_counts_for_little() -> None:
     assert known.observed(1.0, 1e9).factor < 2.5
 
 
+def test_the_pace_stays_where_it_is_until_the_factor_is_surely_another() -> None:
+    known = Correction()
+    for number in range(100):
+        known = known.observed(1.0, 1.12 if number % 3 else 0.9)
+        assert known.pace == 1.0
+    for _ in range(30):
+        known = known.observed(1.0, 1.3)
+    assert known.pace == pytest.approx(1.21) or known.pace == pytest.approx(1.331)
+    for _ in range(60):
+        known = known.observed(1.0, 1.0)
+    assert known.pace == 1.0, "back to exactly what was guessed"
+
+
+def test_the_pace_of_a_machine_that_is_far_off_is_known_at_once_and_that_of_one_a_little_off_is_not() -> None:
+    assert Correction().observed(1.0, 3.0).pace == pytest.approx(3.0, rel=0.05)
+    assert Correction(factor=2.0, guess=2.0).observed(1.0, 2.3).pace == 2.0
+
+
 @pytest.mark.parametrize(("modelled_s", "observed_s"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0)])
 def test_times_that_say_nothing_change_nothing(modelled_s: float, observed_s: float) -> None:
     assert Correction().observed(modelled_s, observed_s) == Correction()

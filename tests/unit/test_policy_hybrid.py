@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake_mesh.config_scheduling import HybridDecodeKind
-from mooncake_mesh.policy.admission import TBT_SHARE
-from mooncake_mesh.policy.cost_model import LinearCost, instance_step_s
+from mooncake_mesh.policy.cost_model import LinearCost
 from mooncake_mesh.policy.decisions import Placed, Refused
-from mooncake_mesh.policy.hybrid import LONGEST_CHUNK_TOKENS, chunk_tokens_within
+from mooncake_mesh.policy.hybrid import longest_step_s
+from mooncake_mesh.policy.mixed_step import longest_chunk
 from mooncake_mesh.policy.placement import Scheduling, place
 from mooncake_mesh.policy.request_class import BATCH_PRIORITY
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, QueuedPrompt, RequestShape
@@ -65,16 +65,23 @@ def chosen(
 def inline(outcome: Placed | Refused) -> str | None:
     """Where the prompt is computed between steps; None: at a prefill instance."""
     assert isinstance(outcome, Placed)
-    assert (outcome.inline_chunk_tokens is not None) == (outcome.prefill == outcome.decode)
-    return None if outcome.inline_chunk_tokens is None else outcome.prefill
+    assert (outcome.inline_step is not None) == (outcome.prefill == outcome.decode)
+    return None if outcome.inline_step is None else outcome.prefill
+
+
+def chunk(outcome: Placed | Refused, sequences: int) -> int:
+    """The longest first chunk, with so many sequences that are decoded."""
+    assert isinstance(outcome, Placed)
+    assert outcome.inline_step is not None
+    return longest_chunk(outcome.inline_step, sequences, 0, 0)
 
 
 def test_a_prompt_is_computed_where_its_first_token_is_sooner() -> None:
     got = chosen(request(), view("d0", running_jobs=1))
     assert inline(got) == "d0"
     assert isinstance(got, Placed)
-    # 0.097 s less a step of 0.02 s are 77 tokens: chunks of 64 tokens, three of them, with a step each
-    assert (got.inline_chunk_tokens, got.tbt_est_s) == (64, 0.02)
+    # 0.085 s less a step of 0.02 s are 65 tokens: chunks of 64 tokens, three of them, with a step each
+    assert (chunk(got, 1), got.tbt_est_s) == (64, 0.02)
     assert got.ttft_est_s == pytest.approx(0.160 + 3 * 0.02)
 
 
@@ -92,13 +99,17 @@ def test_it_has_to_be_switched_on(scheduling: Scheduling) -> None:
 
 
 def test_who_is_decoded_keeps_the_objective() -> None:
-    slow = view("d0", running_jobs=1, factor=4.5)  # a step of 0.09 s: not even a block fits beside it
+    slow = view("d0", running_jobs=1, factor=4.0)  # a step of 0.08 s: not even a grain fits beside it
     assert inline(chosen(request(), slow, prefill=busy(20.0))) is None
     assert inline(chosen(request(), slow, view("d1"), prefill=busy(20.0))) == "d1"
 
 
 def test_without_an_objective_or_for_batch_work_prompts_stay_with_prefill() -> None:
     assert inline(chosen(request(), view("d0"), objectives=Objectives())) is None
+    bounded = dataclasses.replace(AUTO, hybrid_step_s=0.06)
+    got = chosen(request(), view("d0"), objectives=Objectives(), scheduling=bounded)
+    assert inline(got) == "d0", "a limit of its own is as good"
+    assert chunk(got, 1) == 32
     batch = chosen(request(priority=BATCH_PRIORITY), view("d0"), prefill=view("p0", factor=10.0))
     assert inline(batch) is None
 
@@ -136,39 +147,6 @@ def test_a_sooner_first_token_lets_a_request_in() -> None:
     assert inline(chosen(request(), view("d0"), prefill=late)) == "d0"
 
 
-@given(
-    limit_s=st.floats(-0.1, 1.0),
-    prompt_tokens=st.integers(1, 3_000),
-    cached_blocks=st.integers(0, 100),
-    factor=st.floats(0.1, 10.0),
-)
-def test_chunks_are_the_longest_that_keep_the_limit(
-    limit_s: float, prompt_tokens: int, cached_blocks: int, factor: float
-) -> None:
-    cost = dataclasses.replace(COST, cached_token_s=1e-5, prefill_base_s=1e-3)
-    cached_tokens = min(cached_blocks * BLOCK_TOKENS, (prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
-    uncached = prompt_tokens - cached_tokens
-    instance = view("d0", factor=factor)
-
-    def chunk_s(chunk_tokens: int) -> float:
-        tokens = min(chunk_tokens, uncached)
-        return factor * cost.prefill_s(tokens, prompt_tokens - tokens)
-
-    got = chunk_tokens_within(
-        limit_s,
-        instance,
-        cost,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
-        block_tokens=BLOCK_TOKENS,
-    )
-    assert got % BLOCK_TOKENS == 0
-    assert got <= LONGEST_CHUNK_TOKENS
-    assert got == 0 or chunk_s(got) <= limit_s
-    if got < min(LONGEST_CHUNK_TOKENS, uncached):
-        assert chunk_s(got + BLOCK_TOKENS) > limit_s
-
-
 instances = st.builds(
     lambda i, busy_s, running, free, factor: view(
         f"i{i}", busy_until_s=busy_s, running_jobs=running, blocks_available=free, factor=factor
@@ -198,12 +176,14 @@ def test_it_never_makes_a_first_token_later_nor_a_step_too_long(  # type: ignore
     shuffler.shuffle(prefill)
     shuffler.shuffle(decode)
     assert place(shape, ClusterView(prefill=prefill, decode=decode), COST, OBJECTIVES, AUTO) == got
-    if not isinstance(got, Placed) or got.inline_chunk_tokens is None:
+    if not isinstance(got, Placed) or got.inline_step is None:
         assert got == apart
         return
     assert not isinstance(apart, Placed) or got.ttft_est_s < apart.ttft_est_s
     instance = next(one for one in decode if one.instance_id == got.decode)
     cached = max(got.local_prefix_blocks, got.fetch_prefix_blocks) * BLOCK_TOKENS
-    chunk_s = instance.factor * COST.prefill_s(min(got.inline_chunk_tokens, tokens - cached), cached)
-    assert OBJECTIVES.tbt_s is not None
-    assert instance_step_s(instance, COST, tokens) + chunk_s <= OBJECTIVES.tbt_s * TBT_SHARE + 1e-9
+    limit_s = longest_step_s(OBJECTIVES)
+    assert limit_s is not None
+    longest = longest_chunk(got.inline_step, instance.running_jobs + 1, instance.running_tokens, cached)
+    assert longest > 0
+    assert instance.factor * COST.mixed_step_s(instance.running_jobs + 1, 0, longest, cached) <= limit_s + 1e-9

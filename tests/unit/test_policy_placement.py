@@ -129,13 +129,19 @@ def test_one_prompt_token_is_always_computed(prompt_tokens: int, usable: int) ->
 def test_decode_goes_where_the_step_is_shortest() -> None:
     decode = (view("d0", running_jobs=8, running_tokens=800), view("d1", running_jobs=2, running_tokens=9_000))
     assert placed(place(request(), cluster(view("p0"), decode=decode), COST, ANY)).decode == "d0"
-    decode = (view("d0", running_jobs=8, running_tokens=800, factor=30.0), decode[1])
+    decode = (view("d0", running_jobs=8, running_tokens=800, factor=30.0, pace=30.0), decode[1])
     assert placed(place(request(), cluster(view("p0"), decode=decode), COST, ANY)).decode == "d1"
 
 
-def test_equal_decode_instances_tie_on_their_id() -> None:
+def test_of_equal_decode_instances_the_one_that_was_given_nothing_for_longest_is_taken_and_else_the_first() -> None:
     both = cluster(view("p0"), decode=(view("d9"), view("d1")))
     assert placed(place(request(), both, COST, ANY)).decode == "d1"
+    nearly = cluster(
+        view("p0"), decode=(view("d1", running_jobs=2, last_placed=8), view("d2", running_jobs=2, factor=1.03))
+    )
+    assert placed(place(request(), nearly, COST, ANY)).decode == "d2", "noise of a few percent decides nothing"
+    busier = cluster(view("p0"), decode=(view("d1", running_jobs=2, last_placed=8), view("d2", running_jobs=3)))
+    assert placed(place(request(), busier, COST, ANY)).decode == "d1", "a sequence more is more than noise here"
 
 
 def test_decode_needs_room_for_the_prompt_and_some_growth() -> None:

@@ -1,6 +1,7 @@
 """The five ways to choose a prefill instance, as tables: who holds what, how busy each is, who is chosen."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from mooncake_mesh.config_scheduling import PlacementKind
 from mooncake_mesh.policy.cost_model import LinearCost
 from mooncake_mesh.policy.draws import draw
-from mooncake_mesh.policy.prefill_choice import PREFILL_POLICIES, Estimates, PrefillChoice, sources
+from mooncake_mesh.policy.prefill_choice import AS_GOOD, PREFILL_POLICIES, Estimates, PrefillChoice, sources
 from mooncake_mesh.policy.views import ClusterView, InstanceView, QueuedPrompt, RequestShape
 from mooncake_proto.ids import InstanceId, NodeId
 
@@ -26,7 +27,7 @@ COST = LinearCost(
 )
 
 
-def view(name: str, *, busy_s: float = 0.0, jobs: int = 0, factor: float = 1.0) -> InstanceView:
+def view(name: str, *, busy_s: float = 0.0, jobs: int = 0, factor: float = 1.0, last_placed: int = 0) -> InstanceView:
     return InstanceView(
         instance_id=InstanceId(name),
         node_id=NodeId(f"n{name[1:]}"),
@@ -35,6 +36,7 @@ def view(name: str, *, busy_s: float = 0.0, jobs: int = 0, factor: float = 1.0) 
         busy_until_s=100.0 + busy_s,
         queue=(QueuedPrompt(tokens=1, prefill_s=0.0),) * jobs,
         factor=factor,
+        last_placed=last_placed,
     )
 
 
@@ -272,6 +274,18 @@ def test_equal_instances_tie_on_their_id_in_any_order(kind: PlacementKind) -> No
     assert names == {"p0"}
 
 
+@pytest.mark.parametrize("kind", [kind for kind in PlacementKind if kind is not PlacementKind.RANDOM])
+def test_of_equal_instances_the_one_that_was_given_nothing_for_longest_is_taken(kind: PlacementKind) -> None:
+    pool = [view("p0", last_placed=7), view("p1", busy_s=1e-4, last_placed=3), view("p2", last_placed=5)]
+    assert chosen(kind, request(), pool).instance.instance_id == "p1", "a tenth of a millisecond decides nothing"
+
+
+def test_an_equal_instance_that_would_have_to_copy_is_not_taken() -> None:
+    pool = [view("p0", last_placed=7), view("p1")]
+    quick = replace(COST, transfer_base_s=0.0, transfer_bytes_per_s=1e15)
+    assert chosen(PlacementKind.ADAPTIVE, request(n0=8), pool, cost=quick).instance.instance_id == "p0"
+
+
 @pytest.mark.parametrize("kind", [PlacementKind.LOCAL, PlacementKind.KVCACHE_CENTRIC, PlacementKind.ADAPTIVE])
 def test_a_slow_instance_is_left_to_others(kind: PlacementKind) -> None:
     assert chosen(kind, request(), [view("p0", factor=3.0), view("p1", busy_s=1.0)]).instance.instance_id == "p1"
@@ -298,4 +312,4 @@ def test_no_threshold_and_no_other_policy_expects_a_sooner_first_token_than_adap
         return chosen(kind, shape, pool, waits=waits, disks=disks, rates=rates, threshold=threshold)
 
     best = choice(PlacementKind.ADAPTIVE).ttft_s
-    assert all(best <= choice(kind).ttft_s + 1e-9 for kind in PlacementKind)
+    assert all(best <= AS_GOOD * choice(kind).ttft_s + 1e-9 for kind in PlacementKind)

@@ -182,3 +182,64 @@ def test_bfloat16_logits_are_taken() -> None:
     logits = random_logits(2, 50).bfloat16()
     drawn = draw(logits, [request(temperature=0.0), request(top_p=0.5)])
     assert drawn[0].token == int(logits[0].argmax())
+
+
+class _Only:
+    """A filter that allows the same tokens everywhere."""
+
+    failure = None
+
+    def __init__(self, *tokens: int, vocabulary: int) -> None:
+        self._mask = np.zeros(vocabulary, np.bool_)
+        self._mask[list(tokens)] = True
+
+    def allowed(self, drawn: np.ndarray) -> np.ndarray:
+        return self._mask
+
+
+@pytest.mark.parametrize(
+    "rules", [{"temperature": 0.0}, {"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.5}, {"temperature": 2.0}], ids=str
+)
+def test_only_what_the_filter_allows_is_drawn_whatever_is_likely(rules: dict[str, float]) -> None:
+    """The other rules work on what the filter leaves: tokens 3 and 5 are the least likely ones. A vocabulary of whole
+    words of bits is longer than the logits."""
+    logits = torch.tensor([9.0, 8.0, 7.0, -3.0, 6.0, -4.0, 5.0])
+    tokens = set()
+    for seed in range(30):
+        sampling = Sampling(seed=seed, **rules)  # type: ignore[arg-type]
+        request = SampleRequest(
+            sampling=sampling, position=0, history=np.zeros(0, np.int32), filter=_Only(3, 5, vocabulary=32)
+        )
+        tokens.add(draw(logits[None], [request])[0].token)
+    assert tokens <= {3, 5}
+    assert 3 in tokens
+
+
+def test_log_probabilities_do_not_know_of_the_filter() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0])
+    request = SampleRequest(
+        sampling=Sampling(temperature=0.0, top_logprobs=1),
+        position=0,
+        history=np.zeros(0, np.int32),
+        filter=_Only(2, vocabulary=3),
+    )
+    [drawn] = draw(logits[None], [request])
+    assert drawn.token == 2
+    assert drawn.logprob is not None
+    assert drawn.logprob.top[0][0] == 0
+    assert drawn.logprob.logprob == pytest.approx(float(torch.log_softmax(logits, 0)[2]))
+
+
+def test_biases_move_logits() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0])
+
+    def greedy(*biases: tuple[int, float]) -> int:
+        sampling = Sampling(temperature=0.0, logit_bias=biases)
+        return draw(logits[None], [SampleRequest(sampling=sampling, position=0, history=np.zeros(0, np.int32))])[
+            0
+        ].token
+
+    assert greedy() == 0
+    assert greedy((0, -100.0)) == 1
+    assert greedy((0, -1.5), (2, 1.5)) == 2
+    assert logits.tolist() == [2.0, 1.0, 0.0]

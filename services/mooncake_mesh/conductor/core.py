@@ -262,7 +262,7 @@ class ConductorCore:
             read_limit_blocks=placed.read_limit_blocks,
             prefill_est_s=prefill_s,
             ttft_slo_s=None if is_batch(request.priority) else self._objectives.ttft_s,
-            inline_chunk_tokens=placed.inline_chunk_tokens,
+            inline_step=placed.inline_step,
         )
 
     def _rejected(self, request: Schedule, reason: str, *, unavailable: bool, retry_after_s: float) -> Rejected:

@@ -38,7 +38,7 @@ DEFAULT_COST: Final = LinearCost(
 _DECIDING: Final = (
     "heartbeat_s", "suspect_after_s", "dead_after_s", "ttft_slo_s", "tbt_slo_s", "ttft_slo_factor", "tbt_slo_factor",
     "placement", "kvcache_balancing_threshold", "replication_share", "admission", "wip_limit", "decode_s",
-    "hybrid_decode", "cost_profile", "seed", "index_max_blocks",
+    "hybrid_decode", "hybrid_step_s", "cost_profile", "seed", "index_max_blocks",
 )  # fmt: skip
 """The settings that decisions depend on."""
 
@@ -65,6 +65,7 @@ def conductor_core(
             replication_share=config.replication_share,
             admission=Admission(kind=config.admission, decode_s=config.decode_s, wip_limit=config.wip_limit),
             hybrid_decode=config.hybrid_decode,
+            hybrid_step_s=config.hybrid_step_s,
         ),
         "seed": config.seed,
         "levels": ServiceLevels(

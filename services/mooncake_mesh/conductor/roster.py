@@ -10,7 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from mooncake_mesh.conductor.snapshots import NodeRoom, Pending, PromptTimes, decode_view, node_room, prefill_view
+from mooncake_mesh.conductor.reckoning import QueueReckoning
+from mooncake_mesh.conductor.snapshots import (
+    NodeRoom,
+    Pending,
+    PromptTimes,
+    decode_view,
+    node_room,
+    prefill_view,
+    reported_queue,
+)
 from mooncake_mesh.mesh.peers import Lease, PeerTable
 from mooncake_mesh.policy.admission import TBT_SHARE
 from mooncake_mesh.policy.correction import Correction
@@ -78,6 +87,9 @@ class Roster:
         self._step_limit_s = None if objectives.tbt_s is None else objectives.tbt_s * TBT_SHARE
         self._messengers: dict[NodeId, InstanceId] = {}
         self._pending: defaultdict[InstanceId, deque[Pending]] = defaultdict(deque)
+        self._queues: defaultdict[InstanceId, QueueReckoning] = defaultdict(QueueReckoning)
+        self._last_placed: dict[InstanceId, int] = {}
+        self._n_placed = 0
         self._corrections: dict[InstanceId, Correction] = {}
         self._seen: dict[InstanceId, int] = {}
         self._links_free_s: dict[NodeId, float] = {}
@@ -97,12 +109,15 @@ class Roster:
         if member.role is Role.MESSENGER:
             self._messengers[member.node_id] = member.instance_id
         self._pending.pop(member.instance_id, None)
+        self._queues.pop(member.instance_id, None)
         self._seen.pop(member.instance_id, None)
         self.membership_changed()
 
     def gone(self, instance_id: InstanceId) -> None:
         """A member died or left."""
         self._pending.pop(instance_id, None)
+        self._queues.pop(instance_id, None)
+        self._last_placed.pop(instance_id, None)
         self._corrections.pop(instance_id, None)
         self._seen.pop(instance_id, None)
         self._decode_spans_s.pop(instance_id, None)
@@ -129,6 +144,8 @@ class Roster:
             self._learn_copies(lease)
         elif member.role in WORKERS:
             self._learn(lease)
+            if member.role is Role.PREFILL:
+                self._reckon(lease, now_s)
             self._stale.add(member.instance_id)
 
     def placed(self, work: PlacedWork, now_s: float) -> float:
@@ -136,11 +153,14 @@ class Roster:
         decode = self._peers.get(work.decode)
         assert decode is not None, "placed on an instance of a view"
         tokens = work.uncached_tokens + work.cached_tokens
-        prefill_s = self.factor(work.prefill) * self.cost.prefill_s(work.uncached_tokens, work.cached_tokens)
+        prefill_s = self.pace(work.prefill) * self.cost.prefill_s(work.uncached_tokens, work.cached_tokens)
         self._pending[work.prefill].append(
             Pending(placed_s=now_s, tokens=tokens, prefill_s=prefill_s, priority=work.priority)
         )
+        self._n_placed += 1
+        self._last_placed[work.prefill] = self._last_placed[work.decode] = self._n_placed
         if work.decode != work.prefill:
+            self._queues[work.prefill].placed(prefill_s, now_s)
             self._pending[work.decode].append(Pending(placed_s=now_s, tokens=tokens))
         messenger = self._messengers[decode.member.node_id]
         self._pending[messenger].append(Pending(placed_s=now_s, blocks=work.decode_blocks))
@@ -200,6 +220,11 @@ class Roster:
         known = self._corrections.get(instance_id)
         return self._first_guess(instance_id) if known is None else known.factor
 
+    def pace(self, instance_id: InstanceId) -> float:
+        """Its factor as far as it is known for sure: what instances are compared by."""
+        known = self._corrections.get(instance_id)
+        return self._first_guess(instance_id) if known is None else known.pace
+
     def estimates(self) -> tuple[EstimateQuality, ...]:
         known = sorted(self._corrections.items())
         if self._copies.samples:
@@ -253,10 +278,30 @@ class Roster:
         room = NodeRoom(blocks_total=0, blocks_available=0)
         if node is not None:
             room = node_room(node.load, self._pending[node.member.instance_id])
-        pending, factor = self._pending[member.instance_id], self.factor(member.instance_id)
+        pending, pace = self._pending[member.instance_id], self.pace(member.instance_id)
+        last_placed = self._last_placed.get(member.instance_id, 0)
         if member.role is Role.PREFILL:
-            return prefill_view(lease, room, pending, self._times, factor)
-        return decode_view(lease, room, pending, self.cost, factor, self._step_limit_s)
+            until_s = self._queues[member.instance_id].busy_until_s
+            return prefill_view(lease, room, pending, self._times, pace, busy_until_s=until_s, last_placed=last_placed)
+        return decode_view(
+            lease,
+            room,
+            pending,
+            self.cost,
+            self.factor(member.instance_id),
+            step_limit_s=self._step_limit_s,
+            pace=pace,
+            last_placed=last_placed,
+        )
+
+    def _reckon(self, lease: Lease, now_s: float) -> None:
+        """Hold a prefill instance's report against its placements; those that it counts are pending no more."""
+        instance_id, load = lease.member.instance_id, lease.load
+        pace, pending = self.pace(instance_id), self._pending[instance_id]
+        queued_s = [prompt.prefill_s for prompt in reported_queue(load, self._times, pace)]
+        unseen_s = [work.prefill_s for work in pending]
+        for _ in range(self._queues[instance_id].reported(queued_s, load.prefill_elapsed_s, unseen_s, now_s)):
+            pending.popleft()
 
     def _learn(self, lease: Lease) -> None:
         """Compare what a beat reports with what the model says of it."""
@@ -292,7 +337,10 @@ class Roster:
         return recent[-fresh:] if fresh > 0 else ()
 
     def _observed(self, instance_id: InstanceId, modelled_s: float, observed_s: float) -> None:
-        known = self._corrections.get(instance_id, Correction(factor=self._first_guess(instance_id)))
+        known = self._corrections.get(instance_id)
+        if known is None:
+            guess = self._first_guess(instance_id)
+            known = Correction(factor=guess, guess=guess)
         self._corrections[instance_id] = known.observed(modelled_s, observed_s)
 
     def _workers_of(self, node_id: NodeId) -> list[InstanceId]:

@@ -68,24 +68,29 @@ class PromptTimes:
         return known
 
 
-def prefill_view(
-    lease: Lease, room: NodeRoom, pending: Sequence[Pending], times: PromptTimes, factor: float
-) -> InstanceView:
-    """The first queued prompt has been computed for a while when it is reported; the others follow without a gap."""
-    load = lease.load
+def reported_queue(load: Load, times: PromptTimes, factor: float) -> list[QueuedPrompt]:
+    """The prompts that a prefill instance has accepted and not computed, in their order."""
     prompts = load.queued_prompts or (((load.queued_tokens, 0),) if load.queued_tokens else ())
     priorities = load.queued_priorities if len(load.queued_priorities) == len(prompts) else (0,) * len(prompts)
-    queue = [
+    return [
         times.queued(uncached, cached, factor, priority)
         for (uncached, cached), priority in zip(prompts, priorities, strict=True)
     ]
-    busy_until_s = lease.renewed_s
-    if queue:
-        busy_until_s += max(0.0, queue[0].prefill_s - load.prefill_elapsed_s)
-        busy_until_s += sum(prompt.prefill_s for prompt in queue[1:])
-    for work in pending:
-        busy_until_s = max(busy_until_s, work.placed_s) + work.prefill_s
-        queue.append(QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s, priority=work.priority))
+
+
+def prefill_view(
+    lease: Lease,
+    room: NodeRoom,
+    pending: Sequence[Pending],
+    times: PromptTimes,
+    pace: float,
+    *,
+    busy_until_s: float,
+    last_placed: int,
+) -> InstanceView:
+    """*busy_until_s* is reckoned; a report alone would be as late as its beat."""
+    queue = reported_queue(lease.load, times, pace)
+    queue += [QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s, priority=work.priority) for work in pending]
     return InstanceView(
         instance_id=lease.member.instance_id,
         node_id=lease.member.node_id,
@@ -94,7 +99,9 @@ def prefill_view(
         busy_until_s=busy_until_s,
         queue=tuple(queue),
         least_urgent=max((prompt.priority for prompt in queue), default=BEGUN),
-        factor=factor,
+        factor=pace,
+        pace=pace,
+        last_placed=last_placed,
     )
 
 
@@ -104,7 +111,10 @@ def decode_view(
     pending: Sequence[Pending],
     cost: CostModel,
     factor: float,
+    *,
     step_limit_s: float | None,
+    pace: float,
+    last_placed: int,
 ) -> InstanceView:
     """*step_limit_s* bounds the KV it may run; without one its blocks do.
 
@@ -139,4 +149,6 @@ def decode_view(
         kv_limit_tokens=limit_tokens,
         max_batch=load.max_batch,
         factor=factor,
+        pace=pace,
+        last_placed=last_placed,
     )

@@ -179,7 +179,7 @@ class DecodeCore:
         granted: list[DecodeSequence] = []
         refused: list[tuple[DecodeSequence, Refused]] = []
         ready = [seq for seq in gated if seq.stage is SequenceStage.READY]
-        found = verdicts(self._batch(), _candidates(ready, now_s), self._step_cost)
+        found = verdicts(self.batch(), _candidates(ready, now_s), self._step_cost)
         for sequence, verdict in zip(ready, found, strict=True):
             if verdict is Verdict.GRANTED:
                 sequence.is_granted = True
@@ -193,7 +193,8 @@ class DecodeCore:
                 refused.append((sequence, late))
         return GateVerdicts(granted=tuple(granted), refused=tuple(refused))
 
-    def _batch(self) -> Batch:
+    def batch(self) -> Batch:
+        """All that may be decoded now, those that are about to join included."""
         running = [seq for seq in self._sequences.values() if seq.stage in ACTIVE and seq.is_granted]
         return Batch(jobs=len(running), tokens=sum(seq.length for seq in running), max_jobs=self.max_batch)
 

@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from mooncake_mesh.engine.api import TokenFilter
 from mooncake_mesh.errors import MooncakeError
 from mooncake_mesh.policy.decisions import Refused
 from mooncake_proto.ids import BlockKey, JobId
@@ -47,7 +48,8 @@ class QueueFull(enum.Enum):
 class DecodeSequence:
     """One job. ``tokens[:length]`` are prompt and drawn tokens; the KV of all but the last one is valid in ``blocks``.
 
-    ``drawn`` counts drawn tokens over all jobs of the request. ``stop`` says why the sequence should end early.
+    ``drawn`` counts drawn tokens over all jobs of the request. ``filter`` rules what may come next. ``stop`` says
+    why the sequence should end early.
     """
 
     job: DecodeJob
@@ -64,6 +66,7 @@ class DecodeSequence:
     is_landed: bool = False
     has_first_token: bool = False
     is_growing: bool = False
+    filter: TokenFilter | None = None
     stop: MooncakeError | None = None
 
     @property
@@ -71,6 +74,11 @@ class DecodeSequence:
         """Its name at the messenger, who may know the same request's prefill job: both can be on one node."""
         job_id = self.job.job_id
         return job_id if self.job.inline_prefill is not None else JobId(f"{job_id}:decode")
+
+    @property
+    def filter_failure(self) -> MooncakeError | None:
+        """Why no further token can be ruled."""
+        return None if self.filter is None else self.filter.failure
 
     @property
     def is_over(self) -> bool:

@@ -26,7 +26,7 @@ import structlog
 from mooncake_mesh.config import DecodeConfig
 from mooncake_mesh.decode.acquiring import blocks_request
 from mooncake_mesh.decode.core import DecodeCore
-from mooncake_mesh.decode.inline_prompts import InlinePrompts, PromptEnd
+from mooncake_mesh.decode.inline_prompts import InlinePrompts, PromptEnd, first_token
 from mooncake_mesh.decode.sequences import DecodeSequence, NewToken, QueueFull
 from mooncake_mesh.decode.slots import DecodeSlots
 from mooncake_mesh.engine.api import Drawn, Engine
@@ -130,6 +130,7 @@ class DecodeService:
         sequence = self._core.submit(job, monotonic())
         if isinstance(sequence, QueueFull):
             raise Rejected("decode_queue_full", unavailable=False, retry_after_s=1.0)
+        self._station.grammars.begin(job.sampling.grammar)
         self._tasks.create_task(self._receive(sequence))
         if job.first_token_within_s is not None:  # whoever is not granted by then is refused, steps or no steps
             asyncio.get_running_loop().call_later(job.first_token_within_s, self._open_gates)
@@ -140,8 +141,6 @@ class DecodeService:
         longest = self._engine.spec.max_context_tokens
         if length > longest:
             raise InvalidRequest(f"{length} tokens exceed the context of {longest}", param="stopping.max_new_tokens")
-        if job.inline_prefill is not None and job.inline_prefill.chunk_tokens % self._layout.block_tokens:
-            raise InvalidRequest("chunks must be whole blocks", param="inline_prefill.chunk_tokens")
 
     def _prefill_done(self, done: PrefillDone, _: Caller) -> None:
         self._core.first_token(done.job_id, done.token)
@@ -160,6 +159,7 @@ class DecodeService:
         """Reserve the blocks, wait for the KV, then let the sequence into the batch, or its prompt be computed."""
         try:
             acquired = await self._acquire(sequence)
+            sequence.filter = await self._station.grammars.filter(sequence.job.sampling.grammar)
         except MooncakeError as error:
             await self._give_up(sequence, sequence.stop or error)
             return
@@ -280,7 +280,7 @@ class DecodeService:
 
     async def _compute_chunk(self, news: Sequence[tuple[NewToken, Drawn]]) -> None:
         """A chunk of a prompt, while what the step before has brought goes out."""
-        forward = self._prompts.start()
+        forward = self._prompts.start(self._core.batch())
         await asyncio.sleep(0)
         self._settle(news)
         end = await self._prompts.finish(forward)
@@ -289,7 +289,8 @@ class DecodeService:
 
     def _prompt_over(self, end: PromptEnd) -> None:
         """Tell the gateway the first token, and let the sequence into the next batch."""
-        prompt, sequence, drawn = end.prompt, end.prompt.sequence, end.result
+        prompt, sequence = end.prompt, end.prompt.sequence
+        drawn = sequence.filter_failure or end.result
         if isinstance(drawn, MooncakeError):
             self._tasks.create_task(self._give_up(sequence, drawn))
             return
@@ -301,7 +302,7 @@ class DecodeService:
             chunk_tokens=prompt.chunk_tokens,
         )
         finish = self._core.prefilled(sequence, prompt.blocks, drawn.token)
-        self._post(sequence.job.stream_endpoint, prompt.first_token(drawn, finish, monotonic()))
+        self._post(sequence.job.stream_endpoint, first_token(prompt, drawn, finish, monotonic()))
         if finish is not None:
             self._tasks.create_task(self._close(sequence))
 
@@ -318,6 +319,7 @@ class DecodeService:
             drawn = []
         self._stepping = frozenset()
         for sequence in batch:
+            sequence.stop = sequence.stop or sequence.filter_failure
             if sequence.stop is not None:
                 self._tasks.create_task(self._give_up(sequence, sequence.stop))
         if not drawn:

@@ -17,7 +17,7 @@ class DecodeSlots:
         job = sequence.job
         slot = self._slots.get(job.job_id)
         if slot is None:
-            sample = SampleRequest(sampling=job.sampling, position=0, history=sequence.tokens)
+            sample = SampleRequest(sampling=job.sampling, position=0, history=sequence.tokens, filter=sequence.filter)
             slot = DecodeSlot(sequence=job.job_id, token=0, position=0, blocks=sequence.blocks, sample=sample)
             self._slots[job.job_id] = slot
         slot.position = sequence.position

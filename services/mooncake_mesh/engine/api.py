@@ -5,16 +5,51 @@ All methods but the constructor run on one thread, the worker's engine thread.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from mooncake_mesh.errors import InvalidRequest
 from mooncake_mesh.kv.layers import LayerRange
 from mooncake_mesh.kv.layout import KvLayout
 from mooncake_proto.serving import Sampling, TokenLogprob
 
 TokenArray = npt.NDArray[np.int32]
+TokenMask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFile:
+    """A vocabulary of ``size`` logits whose tokens are in a ``tokenizer.json``."""
+
+    path: Path
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenList:
+    """A vocabulary by the bytes of its tokens, in order of id; ``special`` ids mark structure and are no text."""
+
+    tokens: tuple[bytes, ...]
+    special: tuple[int, ...]
+
+
+Vocabulary = TokenizerFile | TokenList
+
+
+class TokenFilter(Protocol):
+    """Which tokens may come next in one sequence. Called on the engine thread only.
+
+    Once ``failure`` is set, the sequence cannot go on: what :meth:`allowed` says from then on means nothing.
+    """
+
+    failure: InvalidRequest | None
+
+    def allowed(self, drawn: TokenArray) -> TokenMask:
+        """One entry for each token of the vocabulary, at least one of them true. *drawn* are all tokens drawn so far;
+        they begin with those of the call before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +75,24 @@ class SampleRequest:
 
     ``position`` counts the tokens drawn before (the sampler's counter, so that a moved request draws the same tokens).
     ``history`` are prompt and drawn tokens so far, for the penalties; its last ``position`` tokens were drawn.
-    ``banned`` token ids cannot be drawn (the stop tokens while ``min_new_tokens`` is not reached).
+    ``banned`` token ids cannot be drawn (the stop tokens while ``min_new_tokens`` is not reached), and where ``filter``
+    is set only what it allows; it has the last word.
     """
 
     sampling: Sampling
     position: int
     history: TokenArray
     banned: tuple[int, ...] = ()
+    filter: TokenFilter | None = None
+
+    def allowed(self) -> TokenMask | None:
+        """What filter and bans leave, True for a token that can be drawn; None where there is no filter."""
+        if self.filter is None:
+            return None
+        filtered = self.filter.allowed(self.history[len(self.history) - self.position :])
+        left = filtered.copy()
+        left[list(self.banned)] = False
+        return left if left.any() else filtered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +142,10 @@ class Engine(Protocol):
 
     @property
     def spec(self) -> ModelSpec: ...
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What a grammar has to know to filter tokens."""
 
     def bind(self, arena: memoryview) -> None:
         """Use *arena* (``n_blocks * layout.block_bytes`` writable bytes) as page memory from now on.

@@ -17,12 +17,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mooncake_mesh.engine.api import DecodeSlot, Drawn, ModelSpec, PrefillChunk, SampleRequest
+from mooncake_mesh.engine.api import DecodeSlot, Drawn, ModelSpec, PrefillChunk, SampleRequest, TokenList
 from mooncake_mesh.engine.fake_recipe import (
     BOS,
     EOS,
     IM_END,
     IM_START,
+    SPECIAL,
+    TOKEN_BYTES,
     UTF8_TEXT,
     VOCAB_SIZE,
     WORD_MASK,
@@ -97,6 +99,10 @@ class FakeEngine:
             layers=self._layers,
             hidden_bytes=_HIDDEN_WORDS * _WORD_BYTES,
         )
+
+    @property
+    def vocabulary(self) -> TokenList:
+        return TokenList(tokens=TOKEN_BYTES, special=SPECIAL)
 
     def bind(self, arena: memoryview) -> None:
         """Use *arena*; its size must be a whole number of blocks."""
@@ -206,7 +212,9 @@ class FakeEngine:
             self._seen.popitem(last=False)
 
     def _draw(self, request: SampleRequest, length: int, total: int) -> Drawn:
-        return draw(self._config, request.sampling, request.position, request.banned, length, total)
+        return draw(
+            self._config, request.sampling, request.position, request.banned, length, total, allowed=request.allowed()
+        )
 
     def _wait_until(self, moment_s: float) -> None:
         left_s = moment_s - time.perf_counter()

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mooncake_mesh.engine.api import Drawn, TokenArray
+from mooncake_mesh.engine.api import Drawn, TokenArray, TokenMask
 from mooncake_mesh.kv.layers import LayerRange
 from mooncake_mesh.kv.layout import KvDtype, KvLayout
 from mooncake_proto.serving import Sampling, TokenLogprob
@@ -20,6 +20,14 @@ EOS: Final = 257
 IM_START: Final = 258
 IM_END: Final = 259
 VOCAB_SIZE: Final = 260
+SPECIAL: Final = (BOS, EOS, IM_START, IM_END)
+TOKEN_BYTES: Final = (
+    *(bytes([value]) for value in range(BYTE_TOKENS)),
+    b"<|bos|>",
+    b"<|eos|>",
+    b"<|im_start|>",
+    b"<|im_end|>",
+)
 
 UTF8_TEXT: Final = "Zażółć gęślą jaźń — 月饼圆又圆 🥮🏮 naïve façade, こんにちは世界 👩‍🚀🇨🇳 Ω≈ç√∫ 😀 plain ASCII too. "
 _UTF8_BYTES: Final = UTF8_TEXT.encode()
@@ -141,10 +149,22 @@ def expected_tokens(
 
 
 def draw(
-    config: FakeConfig, sampling: Sampling, position: int, banned: tuple[int, ...], length: int, total: int
+    config: FakeConfig,
+    sampling: Sampling,
+    position: int,
+    banned: tuple[int, ...],
+    length: int,
+    total: int,
+    *,
+    allowed: TokenMask | None = None,
 ) -> Drawn:
+    """The token after *length* tokens whose cells add up to *total*: one of the *allowed*, where that is said."""
     seed = sampling.seed & WORD_MASK if sampling.temperature > 0.0 else 0
     noise = _mix_int(total ^ _mix_int(length * _GOLDEN) ^ _mix_int(seed))
+    if allowed is not None:
+        candidates = np.flatnonzero(allowed[:VOCAB_SIZE])
+        token = int(candidates[noise % len(candidates)])
+        return Drawn(token=token, logprob=_invented_logprob(token, noise, sampling.top_logprobs))
     if config.eos_after is not None and position >= config.eos_after and EOS not in banned:
         token = EOS
     elif config.output is FakeOutput.UTF8:

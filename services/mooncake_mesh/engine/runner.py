@@ -3,12 +3,13 @@
 import inspect
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final, Self
 
 import structlog
 import torch
 
-from mooncake_mesh.engine.api import DecodeSlot, Drawn, ModelSpec, PrefillChunk, TokenArray
+from mooncake_mesh.engine.api import DecodeSlot, Drawn, ModelSpec, PrefillChunk, TokenArray, TokenizerFile
 from mooncake_mesh.engine.attention import AttentionPass, DecodePass, PrefillPass, attention_pass
 from mooncake_mesh.engine.kv_storage import ArenaPages, ContextCache, Span, torch_dtype
 from mooncake_mesh.engine.model import LoadedModel, load_model
@@ -31,9 +32,16 @@ class TransformersEngine:
     """
 
     def __init__(
-        self, loaded: LoadedModel, *, name: str, fingerprint: str, context_bytes: int = DEFAULT_CONTEXT_BYTES
+        self,
+        loaded: LoadedModel,
+        *,
+        name: str,
+        fingerprint: str,
+        folder: Path,
+        context_bytes: int = DEFAULT_CONTEXT_BYTES,
     ) -> None:
         self._model: Any = loaded.model
+        self._folder = folder
         self._device = loaded.model.device
         self._layers = loaded.layers
         self._dtype = torch_dtype(loaded.layout.dtype)
@@ -80,11 +88,15 @@ class TransformersEngine:
         weight_files(folder)
         loaded = load_model(folder, dtype=dtype, block_tokens=block_tokens, device=torch.device(device), part=part)
         log.info("model_loaded", model=model, dtype=dtype.value, seconds=round(time.monotonic() - began_s, 2))
-        return cls(loaded, name=model, fingerprint=fingerprint(folder), context_bytes=context_bytes)
+        return cls(loaded, name=model, fingerprint=fingerprint(folder), folder=folder, context_bytes=context_bytes)
 
     @property
     def spec(self) -> ModelSpec:
         return self._spec
+
+    @property
+    def vocabulary(self) -> TokenizerFile:
+        return TokenizerFile(path=self._folder / "tokenizer.json", size=self._spec.vocab_size)
 
     def bind(self, arena: memoryview) -> None:
         self._contexts.clear()

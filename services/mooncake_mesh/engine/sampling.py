@@ -1,8 +1,9 @@
 """From logits to tokens.
 
 Order of the rules for one row, as in OpenAI-compatible servers: log-probabilities are taken from the raw logits, before
-anything below touches them; banned ids; repetition penalty (prompt and drawn tokens), frequency and presence penalties
-(drawn tokens only); then greedy, or temperature, min_p, top_k, top_p and a draw by inverse CDF in order of token id.
+anything below touches them; biases; repetition penalty (prompt and drawn tokens), frequency and presence penalties
+(drawn tokens only); banned ids, and what a grammar rules out; then greedy, or temperature, min_p, top_k, top_p and a
+draw by inverse CDF in order of token id.
 
 Every row is worked out by itself, so a draw never depends on its batch.
 """
@@ -53,11 +54,15 @@ def draw_row(logits: torch.Tensor, request: SampleRequest) -> Drawn:
 
 
 def penalised(logits: torch.Tensor, request: SampleRequest) -> torch.Tensor:
-    """*logits* after bans and the three penalties; the same tensor when none applies, a new one otherwise."""
+    """*logits* after biases, penalties, bans and filter; the same tensor when none applies, a new one otherwise."""
     sampling = request.sampling
-    if not (_has_penalties(sampling) or request.banned):
+    allowed = request.allowed()
+    if not (_has_penalties(sampling) or request.banned or sampling.logit_bias or allowed is not None):
         return logits
     result = logits.clone()
+    if sampling.logit_bias:
+        ids, biases = zip(*sampling.logit_bias, strict=True)
+        result[_ids(np.array(ids), logits)] += torch.tensor(biases, dtype=result.dtype, device=result.device)
     if sampling.repetition_penalty != 1.0 and len(request.history):
         seen = _ids(np.unique(request.history), logits)
         values = result[seen]
@@ -67,7 +72,9 @@ def penalised(logits: torch.Tensor, request: SampleRequest) -> torch.Tensor:
         unique, counts = np.unique(request.history[-request.position :], return_counts=True)
         penalty = sampling.frequency_penalty * counts + sampling.presence_penalty
         result[_ids(unique, logits)] -= torch.as_tensor(penalty, dtype=result.dtype, device=result.device)
-    if request.banned:
+    if allowed is not None:
+        result.masked_fill_(~torch.from_numpy(allowed[: result.numel()]).to(result.device), float("-inf"))
+    elif request.banned:
         result[list(request.banned)] = float("-inf")
     return result
 
@@ -156,6 +163,8 @@ def _is_plain(request: SampleRequest) -> bool:
     return (
         sampling.temperature <= 0.0
         and sampling.top_logprobs is None
+        and request.filter is None
+        and not sampling.logit_bias
         and not request.banned
         and not _has_penalties(sampling)
     )

@@ -24,6 +24,7 @@ from mooncake_mesh.errors import (
     Aborted,
     DeadlineExceeded,
     DecodeRefused,
+    InvalidRequest,
     InvalidTransition,
     MooncakeError,
     Rejected,
@@ -214,7 +215,7 @@ class RequestCore:
             gate=gate,
             elapsed_s=now_s - self._started_s,
         )
-        if placement.inline_chunk_tokens is not None:
+        if placement.inline_step is not None:
             self._jobs_at = (placement.decode,)
         else:
             self._jobs_at = (placement.prefill,) if is_single else (placement.prefill, placement.decode)
@@ -281,7 +282,7 @@ class RequestCore:
             return self._fail(_refusal(failed))
         error = _JobError(failed)
         if not failed.retryable:
-            return self._fail(error)
+            return self._fail(InvalidRequest(str(error)) if error.code == InvalidRequest.code else error)
         return self._place_again(failed.instance_id, error)
 
     def _worker_lost(self, instance_id: InstanceId) -> list[RequestCommand]:

@@ -35,9 +35,9 @@ def start_jobs(
     ttft_s = None if drawn_tokens else placement.ttft_slo_s
     first_token_within_s = None if ttft_s is None else max(0.0, ttft_s - elapsed_s)
     inline = None
-    if placement.inline_chunk_tokens is not None:
+    if placement.inline_step is not None:
         inline = InlinePrefill(
-            chunk_tokens=placement.inline_chunk_tokens,
+            step=placement.inline_step,
             fetch_from=placement.fetch_from,
             fetch_prefix_blocks=placement.fetch_prefix_blocks,
             read_limit_blocks=placement.read_limit_blocks,

@@ -18,6 +18,7 @@ from mooncake_mesh.gateway.json_fields import (
     checked_object,
     checked_string,
 )
+from mooncake_mesh.gateway.structured_output import GrammarText, parse_structured_output
 from mooncake_mesh.gateway.text import TextRules
 from mooncake_mesh.gateway.tokenizer import ChatMessage
 from mooncake_mesh.policy.request_class import BATCH_PRIORITY, MOST_URGENT
@@ -38,6 +39,8 @@ MAX_MESSAGES: Final = 4096
 MAX_CONTENT_PARTS: Final = 256
 MAX_TEXT_CHARS: Final = 1 << 24
 MAX_LABEL_CHARS: Final = 256
+MAX_BIASED_TOKENS: Final = 1024
+MAX_BIAS: Final = 100
 MAX_TOKEN_ID: Final = (1 << 31) - 1
 DEFAULT_COMPLETION_TOKENS: Final = 16
 _TIERS: Final = ("auto", "default", "flex")
@@ -58,14 +61,16 @@ class GenerationOptions:
 
     ``priority`` and ``fairness_id`` are as in TokenRequest.
 
-    ``sampling.seed`` is not set yet: ``seed`` None asks for a random one. ``max_tokens`` None is the endpoint's
-    default; ``max_tokens_param`` is the name the client used for it.
+    ``sampling.seed`` and ``sampling.grammar`` are not set yet: ``seed`` None asks for a random one, and ``grammar``
+    lacks what only the model's tokenizer knows. ``max_tokens`` None is the endpoint's default; ``max_tokens_param`` is
+    the name the client used for it.
     """
 
     model: str
     n: int
     stream: StreamOptions | None
     sampling: Sampling
+    grammar: GrammarText | None
     seed: int | None
     max_tokens: int | None
     max_tokens_param: str
@@ -139,10 +144,9 @@ def _options(fields: Fields, *, top_logprobs: int | None, add_special_tokens: bo
     model = fields.string("model", longest=MAX_LABEL_CHARS)
     if model is None:
         raise InvalidRequest("model is required", param="model")
-    fields.refuse(("logit_bias",), why="tokens cannot be biased")
-    response_format = fields.object("response_format")
-    if response_format is not None and response_format.raw("type") != "text":
-        raise UnsupportedParameter("response_format other than text is not supported", param="response_format")
+    if fields.raw("prompt_logprobs") is not None:
+        message = "prompt_logprobs is not supported: prompts are computed without their logits"
+        raise UnsupportedParameter(message, param="prompt_logprobs")
     max_tokens, max_tokens_param = _max_tokens(fields)
     min_tokens = fields.integer("min_tokens", low=0, high=MAX_TOKEN_ID) or 0
     if max_tokens is not None and min_tokens > max_tokens:
@@ -152,6 +156,7 @@ def _options(fields: Fields, *, top_logprobs: int | None, add_special_tokens: bo
         n=_given(fields.integer("n", low=1, high=MAX_CHOICES), 1),
         stream=_stream(fields),
         sampling=_sampling(fields, top_logprobs),
+        grammar=parse_structured_output(fields),
         seed=fields.integer("seed", low=-(1 << 63), high=(1 << 63) - 1),
         max_tokens=max_tokens,
         max_tokens_param=max_tokens_param,
@@ -199,7 +204,25 @@ def _sampling(fields: Fields, top_logprobs: int | None) -> Sampling:
         presence_penalty=_given(fields.number("presence_penalty", low=-2, high=2), 0.0),
         frequency_penalty=_given(fields.number("frequency_penalty", low=-2, high=2), 0.0),
         top_logprobs=top_logprobs,
+        logit_bias=_logit_bias(fields),
     )
+
+
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    given = fields.object("logit_bias")
+    names = [] if given is None else given.unknown()
+    if given is None or not names:
+        return ()
+    if len(names) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(f"logit_bias biases {len(names)} tokens, at most {MAX_BIASED_TOKENS}", param="logit_bias")
+    biases: dict[int, float] = {}
+    for name in names:
+        if not (name.isascii() and name.isdecimal()) or int(name[:12]) > MAX_TOKEN_ID:
+            raise InvalidRequest(f"logit_bias: {name[:32]!r} is no token id", param="logit_bias")
+        bias = given.number(name, low=-MAX_BIAS, high=MAX_BIAS)
+        if bias:
+            biases[int(name)] = bias
+    return tuple(sorted(biases.items()))
 
 
 def _max_tokens(fields: Fields) -> tuple[int | None, str]:

@@ -4,12 +4,13 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
+from mooncake_mesh.engine.grammar import check_grammar
 from mooncake_mesh.errors import InvalidRequest, ModelNotFound, Rejected, TooLong
 from mooncake_mesh.gateway.api import Mesh
-from mooncake_mesh.gateway.json_fields import read_json_object
+from mooncake_mesh.gateway.json_fields import UnsupportedParameter, read_json_object
 from mooncake_mesh.gateway.openai_requests import (
     DEFAULT_COMPLETION_TOKENS,
     ChatRequest,
@@ -18,6 +19,7 @@ from mooncake_mesh.gateway.openai_requests import (
 )
 from mooncake_mesh.gateway.openai_responses import ChatShape, CompletionShape, ResponseHead, ResponseShape
 from mooncake_mesh.gateway.tokenizer import ChatMessage, SpecialTokens, Tokenizer
+from mooncake_proto.grammar import Grammar
 from mooncake_proto.ids import RequestId
 from mooncake_proto.serving import Stopping
 
@@ -97,15 +99,14 @@ class Preparation:
         model = self.model(request.options.model)
         _check_chars(model, sum(len(message.content) for message in request.messages), "messages")
         tokens = await self.encode_chat(model.tokenizer, request.messages)
-        head = _head(request.options, f"chatcmpl-{request_id}")
-        return _prepared(
-            model, request.options, (Prompt(tokens=tokens),), "messages", None, ChatShape(head, model.tokenizer)
-        )
+        options = await _ruled(model, request.options)
+        head = _head(options, f"chatcmpl-{request_id}")
+        return _prepared(model, options, (Prompt(tokens=tokens),), "messages", None, ChatShape(head, model.tokenizer))
 
     async def completion(self, request: CompletionRequest, request_id: RequestId) -> Prepared:
         """Raises InvalidRequest, ModelNotFound, TooLong or Rejected."""
-        options = request.options
-        model = self.model(options.model)
+        model = self.model(request.options.model)
+        options = await _ruled(model, request.options)
         special = SpecialTokens.ADD if options.add_special_tokens else SpecialTokens.KEEP
         prompts = [await self._prompt(model, prompt, special, request.echo) for prompt in request.prompts]
         shape = CompletionShape(_head(options, f"cmpl-{request_id}"), model.tokenizer, echo=request.echo)
@@ -163,6 +164,23 @@ def _head(options: GenerationOptions, response_id: str) -> ResponseHead:
     )
 
 
+async def _ruled(model: ServedModel, options: GenerationOptions) -> GenerationOptions:
+    """*options* with the grammar that they ask for. Raises InvalidRequest when it is none."""
+    check_tokens(model.tokenizer, tuple(token for token, _ in options.sampling.logit_bias), "logit_bias")
+    given = options.grammar
+    if given is None:
+        return options
+    if not model.tokenizer.stop_ids:
+        message = "this model has no token that ends a text, so its answers cannot be given a form"
+        raise UnsupportedParameter(message, param=given.param)
+    try:
+        await asyncio.to_thread(check_grammar, given.kind, given.text)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{given.param}: {error}", param=given.param) from None
+    grammar = Grammar(kind=given.kind, text=given.text, end_tokens=model.tokenizer.stop_ids)
+    return replace(options, sampling=replace(options.sampling, grammar=grammar))
+
+
 def _prepared(
     model: ServedModel,
     options: GenerationOptions,
@@ -173,12 +191,13 @@ def _prepared(
 ) -> Prepared:
     check_tokens(model.tokenizer, options.stop_token_ids, "stop_token_ids")
     ends = set(options.stop_token_ids)
-    if not options.ignore_eos:
+    is_free = options.grammar is None  # a grammar says itself where the text may end, and where it must
+    if not (options.ignore_eos and is_free):
         ends.update(model.tokenizer.stop_ids)
     stopping = tuple(
         Stopping(
             max_new_tokens=_max_new_tokens(model, options, len(prompt.tokens), param, default_tokens),
-            min_new_tokens=options.text.min_tokens,
+            min_new_tokens=options.text.min_tokens if is_free else 0,
             stop_token_ids=tuple(sorted(ends)),
         )
         for prompt in prompts

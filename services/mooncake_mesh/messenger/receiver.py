@@ -12,10 +12,10 @@ from mooncake_mesh.config import TransportKind
 from mooncake_mesh.errors import PeerUnreachable, SliceLost, TransferError
 from mooncake_mesh.mesh.arena import BorrowedArena
 from mooncake_mesh.mesh.bell import Bell
+from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.messenger.core import Ended, MessengerCore
 from mooncake_mesh.messenger.landing import Destination, Landing, LandingState, SliceSpan
 from mooncake_mesh.messenger.transports.api import Incoming, LinkLost
-from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_mesh.messenger.transports.link_auth import new_secret
 from mooncake_mesh.messenger.transports.shm import Copy, SourceArenas, copy_in
 from mooncake_proto.ids import TransferId

@@ -12,10 +12,10 @@ import structlog
 
 from mooncake_mesh.config import ChecksumKind, TransportKind
 from mooncake_mesh.errors import MooncakeError, SliceLost, TransferError
+from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.sending import Outbound, OutgoingSlice
 from mooncake_mesh.messenger.transports.api import SealedSlice, SendPath, checksum
-from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
 from mooncake_mesh.messenger.transports.shm import ShmSendPath
 from mooncake_mesh.messenger.transports.tcp import tcp_connections

@@ -30,6 +30,7 @@ from mooncake_mesh.errors import (
 )
 from mooncake_mesh.mesh.arena import ArenaServer, Holder
 from mooncake_mesh.mesh.arena_memory import Arena
+from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.host import host_id
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.phonebook import Phonebook
@@ -42,7 +43,6 @@ from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.ssd import NodeSsd
 from mooncake_mesh.messenger.store.records import Namespace
-from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_mesh.messenger.transports.shm import SourceArenas
 from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
 from mooncake_proto.control import Load, Member, Ok, Ping, Pong, Role
@@ -94,7 +94,7 @@ class MessengerService:
         self._incarnation = new_incarnation()
         self._arena = Arena.create(config.arena_bytes, config.pages)
         self._holder = Holder(instance_id=InstanceId(config.instance_id), incarnation=self._incarnation)
-        self._crew = Crew(_COPY_THREADS)
+        self._crew = Crew(_COPY_THREADS, name="kv-work")
         self._sources = SourceArenas(self._holder)
         self._peers = Phonebook(on_lost=self._peer_lost)
         self._conductor = RpcClient(config.conductor)

@@ -6,6 +6,10 @@ from typing import Final
 
 _LEAST_WEIGHT: Final = 0.1
 _MOST: Final = 100.0
+_WIDEST: Final = log(1.5)
+_STEP: Final = log(1.1)
+_STEPS_OFF: Final = 0.8
+_STEPS_OFF_AT_FIRST: Final = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,25 +18,44 @@ class Correction:
 
     ``error`` is how far off such guesses were of late, as a mean share of the observed time; each was made before the
     observation that it is compared with.
+
+    ``pace`` is the factor to compare instances by: *guess*, what was taken for it before anything was observed, or some
+    steps of 10 % from it. It changes once what was learned is nearly a whole step off, and the later the fewer samples
+    say so (a single one must be off by more than twice): instances that are equally fast must not look different.
     """
 
     factor: float = 1.0
+    guess: float = 1.0
+    steps: int = 0
     error: float = 0.0
     samples: int = 0
+
+    @property
+    def pace(self) -> float:
+        return self.guess * exp(_STEP * self.steps) if self.steps else self.guess
 
     def observed(self, modelled_s: float, observed_s: float) -> "Correction":
         """After one more observation. A geometric mean: twice as long and half as long cancel out.
 
-        The first samples count in full, so that a wrong model is found out quickly; later ones by a tenth. A single
-        one is taken for at most a hundred times off. Times that are not positive say nothing.
+        The first samples count in full, so that a wrong model is found out quickly, but for at most a hundred times
+        off; later ones by a tenth, and for at most half as long again as expected, or two thirds of that. Times that
+        are not positive say nothing.
         """
         if modelled_s <= 0 or observed_s <= 0:
             return self
         weight = max(1.0 / (self.samples + 1), _LEAST_WEIGHT)
         ratio = min(_MOST, max(1 / _MOST, observed_s / modelled_s))
         error = abs(self.factor * modelled_s - observed_s) / observed_s
+        off = log(ratio / self.factor)
+        if weight == _LEAST_WEIGHT:
+            off = min(_WIDEST, max(-_WIDEST, off))
+        factor = self.factor * exp(weight * off)
+        steps, samples = log(factor / self.guess) / _STEP, self.samples + 1
+        is_off = abs(steps - self.steps) > _STEPS_OFF + _STEPS_OFF_AT_FIRST / samples
         return Correction(
-            factor=exp((1 - weight) * log(self.factor) + weight * log(ratio)),
+            factor=factor,
+            guess=self.guess,
+            steps=round(steps) if is_off else self.steps,
             error=(1 - weight) * self.error + weight * error,
-            samples=self.samples + 1,
+            samples=samples,
         )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from mooncake_mesh.policy.cost_model import one_after_the_other_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSample:
@@ -69,6 +71,9 @@ class PolynomialCost:
 
     def ssd_read_s(self, n_bytes: int) -> float:
         return self.ssd_base_s + n_bytes * self.ssd_byte_s
+
+    def mixed_step_s(self, batch: int, context_tokens: int, chunk_tokens: int, chunk_start: int) -> float:
+        return one_after_the_other_s(self, batch, context_tokens, chunk_tokens, chunk_start)
 
 
 def fit_cost(

@@ -15,17 +15,35 @@ class StepCost(Protocol):
         """One iteration of *batch* sequences that have *context_tokens* tokens of KV in all."""
 
 
-class CostModel(StepCost, Protocol):
-    """Predictions for one kind of instance. Pure, as those of steps are."""
+class PromptAndStepCost(StepCost, Protocol):
+    """Predictions of what an instance computes."""
 
     def prefill_s(self, uncached_tokens: int, cached_tokens: int) -> float:
         """To compute *uncached_tokens* behind a prefix of *cached_tokens* that is in local memory."""
+
+
+class CostModel(PromptAndStepCost, Protocol):
+    """Predictions for one kind of instance. Pure, as those of steps are."""
 
     def transfer_s(self, n_bytes: int) -> float:
         """To copy *n_bytes* of KV from one node to another."""
 
     def ssd_read_s(self, n_bytes: int) -> float:
         """To read *n_bytes* of KV from a node's SSD into its memory, where nothing was measured on that node."""
+
+    def mixed_step_s(self, batch: int, context_tokens: int, chunk_tokens: int, chunk_start: int) -> float:
+        """A step of *batch* sequences, and *chunk_tokens* of a prompt behind *chunk_start* others, on one instance.
+
+        Without a batch the chunk alone.
+        """
+
+
+def one_after_the_other_s(
+    cost: "PromptAndStepCost", batch: int, context_tokens: int, chunk_tokens: int, chunk_start: int
+) -> float:
+    """The ``mixed_step_s`` of an engine that computes the chunk first and then the step."""
+    chunk_s = cost.prefill_s(chunk_tokens, chunk_start)
+    return chunk_s + cost.decode_step_s(batch, context_tokens) if batch else chunk_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +81,9 @@ class LinearCost:
     def ssd_read_s(self, n_bytes: int) -> float:
         return self.ssd_base_s + n_bytes / self.ssd_bytes_per_s
 
+    def mixed_step_s(self, batch: int, context_tokens: int, chunk_tokens: int, chunk_start: int) -> float:
+        return one_after_the_other_s(self, batch, context_tokens, chunk_tokens, chunk_start)
+
 
 @dataclass(frozen=True, slots=True)
 class CopyCorrected:
@@ -82,6 +103,9 @@ class CopyCorrected:
 
     def ssd_read_s(self, n_bytes: int) -> float:
         return self.cost.ssd_read_s(n_bytes)
+
+    def mixed_step_s(self, batch: int, context_tokens: int, chunk_tokens: int, chunk_start: int) -> float:
+        return self.cost.mixed_step_s(batch, context_tokens, chunk_tokens, chunk_start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mooncake_proto.ids import InstanceId, NodeId
+from mooncake_proto.serving import MixedStep
 
 RETRY_AFTER_S: Final = 1.0
 """Least time after which a refused request should come again."""
@@ -18,8 +19,8 @@ class Placed:
     or the one copied from. ``read_limit_blocks``, where it is not None, is how far the prefill node's prefix is worth
     having at all: what its SSD holds beyond that costs more time to read than it saves.
 
-    With ``inline_chunk_tokens`` the decode instance, which ``prefill`` names too then, computes the prompt: so many
-    tokens of it before each step at most.
+    With ``inline_step`` the decode instance, which ``prefill`` names too then, computes the prompt, in chunks with its
+    steps.
     """
 
     prefill: InstanceId
@@ -32,7 +33,7 @@ class Placed:
     read_node: NodeId | None = None
     read_blocks: int = 0
     read_limit_blocks: int | None = None
-    inline_chunk_tokens: int | None = None
+    inline_step: MixedStep | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

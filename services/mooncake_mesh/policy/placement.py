@@ -4,7 +4,8 @@ The prefill instance is chosen by one of the policies of :mod:`~mooncake_mesh.po
 the instance with the shortest expected step, or both to one decode instance where
 :mod:`~mooncake_mesh.policy.hybrid` says so; :mod:`~mooncake_mesh.policy.admission` has the last word.
 
-Pure functions of snapshots: no clock, no randomness, ties break on ids, and nothing depends on the order of a view.
+Pure functions of snapshots: no clock, no randomness, and nothing depends on the order of a view. Where instances are as
+good as each other, the one that was given nothing for longest is taken, or the first by id.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, Pla
 from mooncake_mesh.policy.admission import Admission, admission_refusal
 from mooncake_mesh.policy.cost_model import CostModel, instance_step_s
 from mooncake_mesh.policy.decisions import Placed, Refused, contended, unavailable
-from mooncake_mesh.policy.hybrid import inline_choice
+from mooncake_mesh.policy.hybrid import inline_choice, longest_step_s
 from mooncake_mesh.policy.prefill_choice import PREFILL_POLICIES, Estimates
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
 from mooncake_proto.ids import InstanceId
@@ -24,13 +25,17 @@ GROWTH_TOKENS: Final = 256
 """How many of its new tokens a decode instance must have room for. Most answers end within it; asking for all of
 ``max_new_tokens`` would refuse work for room that is hardly ever used."""
 
+_AS_GOOD: Final = 1.01
+"""Steps that differ by less than a hundredth are as good as each other: batches change by more between two reports."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
     """Which policies decide. ``threshold`` is the papers' ``kvcache_balancing_threshold``.
 
     ``replication_share`` is how much of the time of a node's link copies of hot prefixes may take that no request
-    waits for; with 0 there are none.
+    waits for; with 0 there are none. ``hybrid_step_s`` is how long a decode instance's step may take while it computes
+    a prompt, None: a share of the TBT objective.
     """
 
     placement: PlacementKind = PlacementKind.ADAPTIVE
@@ -38,6 +43,7 @@ class Scheduling:
     replication_share: float = 0.0
     admission: Admission = field(default_factory=Admission)
     hybrid_decode: HybridDecodeKind = HybridDecodeKind.OFF
+    hybrid_step_s: float | None = None
 
 
 DEFAULT_SCHEDULING: Final = Scheduling()
@@ -65,7 +71,8 @@ def place(
     tbt_s, decode_id = _quickest(request, decode, cost)
     inline = None
     if scheduling.hybrid_decode is HybridDecodeKind.AUTO:
-        inline = inline_choice(request, decode, cluster, estimates, cost, objectives, sooner_than_s=first.ttft_s)
+        limit_s = scheduling.hybrid_step_s or longest_step_s(objectives)
+        inline = inline_choice(request, decode, cluster, estimates, cost, limit_s, sooner_than_s=first.ttft_s)
     if inline is not None:
         first, decode_id = inline.prompt, inline.prompt.instance.instance_id
         tbt_s = instance_step_s(inline.prompt.instance, cost, request.prompt_tokens)
@@ -80,14 +87,22 @@ def place(
         read_node=first.read_node,
         read_blocks=first.read_blocks,
         read_limit_blocks=first.read_limit_blocks,
-        inline_chunk_tokens=None if inline is None else inline.chunk_tokens,
+        inline_step=None if inline is None else inline.step,
     )
     return admission_refusal(request, placed, cluster, cost, objectives, scheduling.admission) or placed
 
 
 def _quickest(request: RequestShape, decode: Sequence[InstanceView], cost: CostModel) -> tuple[float, InstanceId]:
-    """The shortest expected step, and whose it is."""
-    return min([(instance_step_s(d, cost, request.prompt_tokens), d.instance_id) for d in decode])
+    """A step that is as good as the shortest, and whose it is: who has been given nothing for longest."""
+    step_s, added = cost.decode_step_s, request.prompt_tokens
+    steps_s = [
+        d.pace * step_s(d.running_jobs + d.waiting_jobs + 1, d.running_tokens + d.waiting_tokens + added)
+        for d in decode
+    ]
+    limit_s = _AS_GOOD * min(steps_s)
+    as_good = [instance for one_s, instance in zip(steps_s, decode, strict=True) if one_s <= limit_s]
+    chosen = min(as_good, key=lambda instance: (instance.last_placed, instance.instance_id))
+    return instance_step_s(chosen, cost, added), chosen.instance_id
 
 
 def _decode_blocks_for(request: RequestShape) -> int:

@@ -13,7 +13,9 @@ What a node holds on SSD only has to be read first: a node's prefix may be used 
 once that is read, whichever is sooner. Reading begins when the request is placed, so it costs only what it takes longer
 than the queue.
 
-All take the same arguments and look at nothing else. Ties break on ids, and nothing depends on the order of a view.
+All take the same arguments and look at nothing else. Instances whose times are within AS_GOOD of the best are as good
+as each other: one that need not copy is taken, then the one that was given nothing for longest, and of those that never
+were, the first by id. Nothing depends on the order of a view.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +27,9 @@ from mooncake_mesh.config_scheduling import PlacementKind
 from mooncake_mesh.policy.cost_model import CostModel
 from mooncake_mesh.policy.views import ClusterView, InstanceView, RequestShape
 from mooncake_proto.ids import NodeId
+
+AS_GOOD: Final = 1.001
+"""What differs by less than a thousandth must not decide. It is no more, as the shorter way leaves others more time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +170,7 @@ def choose_random(
 def choose_least_loaded(
     _: RequestShape, able: Sequence[InstanceView], __: ClusterView, estimates: Estimates, ___: float
 ) -> PrefillChoice:
-    return estimates.locally(min(able, key=lambda instance: (len(instance.queue), instance.instance_id)))
+    return estimates.locally(min(able, key=lambda instance: (len(instance.queue), *_turn(instance))))
 
 
 def choose_local(
@@ -182,13 +187,15 @@ def choose_kvcache_centric(
     if not frontier:
         return _soonest(able, estimates, ())
     best = frontier[0]
-    candidates = (
+    candidates = [
         estimates.fetching(instance, best)
         if best.node != instance.node_id and best.blocks > threshold * estimates.local_way(instance)[1]
         else estimates.locally(instance)
         for instance in able
-    )
-    return min(candidates, key=lambda choice: (choice.ttft_s, choice.instance.instance_id))
+    ]
+    limit_s = AS_GOOD * min(choice.ttft_s for choice in candidates)
+    as_good = (choice for choice in candidates if choice.ttft_s <= limit_s)
+    return min(as_good, key=lambda choice: (choice.fetch_node is not None, *_turn(choice.instance)))
 
 
 def choose_adaptive(
@@ -245,10 +252,10 @@ def sources(cluster: ClusterView, estimates: Estimates) -> tuple[Source, ...]:
 
 
 def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Sequence[Source]) -> PrefillChoice:
-    """The quickest way over all instances and sources. Of equal ways the local one; of equal instances the first id."""
-    best: tuple[float, str] | None = None
-    choice: tuple[InstanceView, Source | None] | None = None
-    arena_blocks, now_s, latest_s = estimates.arena, estimates.now_s, inf
+    """The quickest way over all instances and sources. Of equal ways the local one."""
+    limit_s = latest_s = inf
+    found: list[tuple[float, InstanceView, Source | None]] = []
+    arena_blocks, now_s = estimates.arena, estimates.now_s
     is_tiered = arena_blocks is not estimates.local
     for instance in able:
         if instance.busy_until_s > latest_s:
@@ -268,12 +275,20 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
             fetched_s += instance.factor * estimates.prefill_s(source.blocks)
             if fetched_s < ttft_s:
                 ttft_s, from_source = fetched_s, source
-        if best is None or (ttft_s, instance.instance_id) < best:
-            best, choice = (ttft_s, instance.instance_id), (instance, from_source)
-            latest_s = now_s + ttft_s
-    assert choice is not None, "at least one instance can take the prompt"
-    instance, chosen = choice
+        if ttft_s <= limit_s:
+            found.append((ttft_s, instance, from_source))
+            limit_s = min(limit_s, AS_GOOD * ttft_s)
+            latest_s = now_s + limit_s
+    assert found, "at least one instance can take the prompt"
+    as_good = [way for way in found if way[0] <= limit_s]
+    _, instance, chosen = (
+        as_good[0] if len(as_good) == 1 else min(as_good, key=lambda way: (way[2] is not None, *_turn(way[1])))
+    )
     return estimates.locally(instance) if chosen is None else estimates.fetching(instance, chosen)
+
+
+def _turn(instance: InstanceView) -> tuple[int, str]:
+    return (instance.last_placed, instance.instance_id)
 
 
 def _id(instance: InstanceView) -> str:

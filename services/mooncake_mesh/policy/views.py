@@ -33,7 +33,10 @@ class InstanceView:
     KV it can run within the TBT objective, 0 for no limit but its blocks; ``max_batch`` sequences fit a step, 0 if
     that is not known. The prompts that it computes itself are by ``busy_until_s``, its steps not counted.
     ``blocks_available`` can be had for a new job: free, or cached and unreferenced. ``factor`` is by how much the
-    instance is slower than the cost model says, as observed.
+    instance is slower than the cost model says, as observed, and ``pace`` the same as far as it is known for sure;
+    instances are compared by that, and those of prompts, which nothing else is asked of, have it as their factor.
+    ``last_placed`` is the number of the last placement on it, 0 for none: of instances that are as good as each other,
+    the one that has waited longest is taken.
     """
 
     instance_id: InstanceId
@@ -52,6 +55,8 @@ class InstanceView:
     kv_limit_tokens: int = 0
     max_batch: int = 0
     factor: float = 1.0
+    pace: float = 1.0
+    last_placed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

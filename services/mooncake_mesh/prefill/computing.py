@@ -62,6 +62,8 @@ class PromptComputer:
         except Exception:
             await self._abandon(entry, [future for _, future in passing])
             raise
+        if entry.filter is not None and entry.filter.failure is not None:
+            raise entry.filter.failure
         if drawn is None:
             raise InternalError(f"job {entry.job.job_id}: the engine drew no token")
         return drawn
@@ -152,6 +154,7 @@ class PromptComputer:
             position=job.drawn_tokens,
             history=tokens,
             banned=banned_tokens(job.drawn_tokens, job.stopping),
+            filter=entry.filter,
         )
 
     def _seal(self, entry: QueuedJob, start: int, end: int, keys: list[BlockKey]) -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
+from mooncake_mesh.engine.api import TokenFilter
 from mooncake_mesh.errors import InvalidTransition, MooncakeError
 from mooncake_mesh.policy.chunking import ChunkSample, fit_chunk_cost, longest_chunk, plan_chunks
 from mooncake_mesh.policy.fair_share import FairShares
@@ -101,7 +102,7 @@ class QueuedJob:
     """One job and where it stands.
 
     ``stop`` says why it should end early; the engine thread reads it between layers. ``cached_tokens`` is what the
-    placement expected until the blocks are acquired. Times as in :meth:`submit`.
+    placement expected until the blocks are acquired. ``filter`` rules its token. Times as in :meth:`submit`.
     """
 
     job: PrefillJob
@@ -112,6 +113,7 @@ class QueuedJob:
     blocks: tuple[int, ...] = ()
     cached_tokens: int = 0
     started_s: float = 0.0
+    filter: TokenFilter | None = None
     stop: MooncakeError | None = None
     history: list[str] = field(default_factory=list)
 

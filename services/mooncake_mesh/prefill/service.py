@@ -126,6 +126,7 @@ class PrefillService:
         entry = self._core.submit(job, monotonic())
         if isinstance(entry, QueueFull):
             raise Rejected("prefill_queue_full", unavailable=False, retry_after_s=1.0)
+        self._station.grammars.begin(job.sampling.grammar)
         self._submitted.ring()
         within_s = None if job.turn is None else job.turn.first_token_within_s
         if within_s is not None:
@@ -211,6 +212,8 @@ class PrefillService:
         )
         acquired = await self._station.messenger.call(request, Acquired, timeout_s=self._left_s(entry))
         self._core.acquired(entry, acquired.blocks, acquired.cached_blocks)
+        if self._pipeline is None:
+            entry.filter = await self._station.grammars.filter(job.sampling.grammar)
         if job.decode is not None:
             start = StartSend(
                 job_id=job.job_id,

@@ -22,7 +22,7 @@ import numpy as np
 import structlog
 
 from mooncake_mesh.config import PrefillConfig
-from mooncake_mesh.engine.api import Engine, PrefillChunk, SampleRequest
+from mooncake_mesh.engine.api import Engine, PrefillChunk, SampleRequest, TokenFilter
 from mooncake_mesh.errors import Aborted, Draining, InternalError, InvalidRequest, MooncakeError, PeerUnreachable
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.rpc import Caller, Handler
@@ -217,9 +217,14 @@ class StageService:
         """What the engine raises ends here: its traceback holds views of the arena (see PrefillService)."""
         failure: MooncakeError
         try:
-            return await self._station.on_engine_thread(
-                forward, self._engine, self._engine_chunk(work), self._news(work)
+            sampling = work.chunk.sampling
+            rule = None if sampling is None else await self._station.grammars.filter(sampling.grammar)
+            forwarded = await self._station.on_engine_thread(
+                forward, self._engine, self._engine_chunk(work, rule), self._news(work)
             )
+            if rule is None or rule.failure is None:
+                return forwarded
+            failure = rule.failure
         except StopRequested:
             failure = work.stop or PeerUnreachable("stopped")
         except MooncakeError as error:
@@ -230,7 +235,7 @@ class StageService:
         await self._close_write(work)
         raise failure.with_traceback(None)
 
-    def _engine_chunk(self, work: StageWork) -> PrefillChunk:
+    def _engine_chunk(self, work: StageWork, rule: TokenFilter | None) -> PrefillChunk:
         chunk, number = work.chunk, work.chunk.number
         hidden_bytes = chunk.n_tokens * self._engine.spec.hidden_bytes
         if self._core.size_bytes(work) != hidden_bytes:
@@ -242,6 +247,7 @@ class StageService:
                 position=chunk.drawn_tokens,
                 history=np.frombuffer(chunk.tokens, dtype="<i4").astype(np.int32, copy=False),
                 banned=chunk.banned,
+                filter=rule,
             )
         return PrefillChunk(
             sequence=chunk.job_id,

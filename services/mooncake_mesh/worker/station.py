@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -13,12 +14,13 @@ from mooncake_mesh.engine.factory import make_engine
 from mooncake_mesh.errors import Draining, MeshError, MooncakeError, PeerUnreachable, Rejected
 from mooncake_mesh.kv.layers import StagePart
 from mooncake_mesh.mesh.arena import Holder
+from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.node_arena import NodeArena
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
-from mooncake_mesh.worker.engine_thread import EngineThread
+from mooncake_mesh.worker.grammars import Grammars
 from mooncake_mesh.worker.job_waits import EarlyCancels, JobWaits
 from mooncake_proto.control import Load, Member, ModelCard, Ok, Ping, Pong, Role
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, new_incarnation
@@ -38,7 +40,8 @@ WorkerConfig = PrefillConfig | DecodeConfig
 
 
 class Station:
-    """One worker process. ``messenger`` and ``peers`` are for its service to call; all else runs here.
+    """One worker process. ``messenger`` and ``peers`` are for its service to call; all else runs here. ``grammars`` are
+    there once the engine is loaded.
 
     *on_stop(error)* must end every job of the service with that error: the arena is gone, or draining took too long.
     *on_gateway_lost(endpoint)* must stop the jobs whose tokens go there. *is_idle* says that no job is left.
@@ -59,6 +62,7 @@ class Station:
         self.messenger = RpcClient(config.messenger)
         self.peers = Phonebook(on_lost=on_gateway_lost)
         self.waits = JobWaits()
+        self.grammars: Grammars
         self.early_cancels = EarlyCancels()
         self.is_draining = False
         self._config = config
@@ -66,14 +70,16 @@ class Station:
         self._tasks = tasks
         self._load = load
         self._on_stop = on_stop
-        self._engine_thread = EngineThread()
+        self._engine_thread = Crew(1, name="engine")
         self._conductor = RpcClient(config.conductor)
         self._arena: NodeArena | None = None
         self._membership: Membership | None = None
 
     async def load_engine(self, part: StagePart | None = None) -> Engine:
         """Make the engine, or its *part* for a stage, on its own thread, where it will live. Raises ModelError."""
-        return await self.on_engine_thread(make_engine, self._config, part)
+        engine = await self.on_engine_thread(make_engine, self._config, part)
+        self.grammars = Grammars(engine.vocabulary)
+        return engine
 
     @property
     def arena_owner(self) -> Incarnation | None:
@@ -87,7 +93,7 @@ class Station:
 
     def on_engine_thread(self, work: Callable[..., _T], *args: Any) -> "asyncio.Future[_T]":
         """Start *work* on the thread where the engine lives."""
-        return self._engine_thread.start(work, *args)
+        return self._engine_thread.run(partial(work, *args))
 
     async def run(
         self,
@@ -216,4 +222,5 @@ class Station:
         self.peers.close()
         self.messenger.close()
         self._conductor.close()
+        self.grammars.close()
         self._engine_thread.close()

@@ -18,12 +18,13 @@ from typing import Final, Protocol
 import structlog
 
 from mooncake_mesh.errors import ChecksumMismatch, MooncakeError, TransferError
+from mooncake_mesh.mesh.crew import tell
 from mooncake_mesh.messenger.landing import Destination
 from mooncake_mesh.messenger.transports import frames
 from mooncake_mesh.messenger.transports.api import Incoming, Landings, LinkLost, SliceRefused
 from mooncake_mesh.messenger.transports.frames import Carriage, FrameError, Head, Hello, Verdict
 from mooncake_mesh.messenger.transports.inbound_frame import InboundFrame, lay_out
-from mooncake_mesh.messenger.transports.streams import shut, tell
+from mooncake_mesh.messenger.transports.streams import shut
 
 log = structlog.get_logger(__name__)
 

@@ -16,10 +16,11 @@ from queue import SimpleQueue
 from typing import Final
 
 from mooncake_mesh.errors import ChecksumMismatch, TransferError
+from mooncake_mesh.mesh.crew import tell
 from mooncake_mesh.messenger.transports import frames
 from mooncake_mesh.messenger.transports.api import LinkLost, SealedSlice, SliceRefused
 from mooncake_mesh.messenger.transports.frames import Carriage, Verdict
-from mooncake_mesh.messenger.transports.streams import pieces_of, send_group, shut, tell
+from mooncake_mesh.messenger.transports.streams import pieces_of, send_group, shut
 
 WINDOW_BYTES: Final = 32 << 20
 WINDOW_FRAMES: Final = 64

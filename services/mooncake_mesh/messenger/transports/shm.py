@@ -18,10 +18,10 @@ import structlog
 
 from mooncake_mesh.errors import ChecksumMismatch, MeshError, PeerUnreachable, SliceLost, TransferError
 from mooncake_mesh.mesh.arena import BorrowedArena, Holder, borrow_to_read
+from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_mesh.messenger.landing import Destination
 from mooncake_mesh.messenger.transports.api import SealedSlice, checksum
-from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_proto.ids import Incarnation, TransferId
 from mooncake_proto.transfer import ArenaInfo, OfferedSlice, SliceAck, SliceOffer
 

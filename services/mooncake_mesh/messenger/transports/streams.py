@@ -1,9 +1,7 @@
 """Blocking sockets: whole lists of memory in and out, options, and closing under a blocked thread."""
 
-import asyncio
 import socket
 import struct
-from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -43,14 +41,6 @@ def shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError as error:  # the peer was faster
         log.debug("already_shut", error=str(error))
-
-
-def tell(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
-    """Run *action* on *loop*, from any thread. Once the loop is closed nobody is left to hear of it."""
-    try:
-        loop.call_soon_threadsafe(action)
-    except RuntimeError as error:
-        log.debug("loop_closed", error=str(error))
 
 
 def pieces_of(views: list[memoryview], limit: int = _PIECE_BYTES) -> list[list[memoryview]]:

@@ -10,9 +10,9 @@ from typing import Final
 
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.errors import ChecksumMismatch, SliceLost
+from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.transports.api import checksum
-from mooncake_mesh.messenger.transports.crew import Crew
 from mooncake_mesh.messenger.transports.rdma.batch import Piece, joined
 from mooncake_mesh.messenger.transports.rdma.engine import RdmaEngine
 from mooncake_mesh.messenger.transports.shm import Copy

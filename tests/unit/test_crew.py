@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from mooncake_mesh.messenger.transports.crew import Crew
+from mooncake_mesh.mesh.crew import Crew
 
 
 def test_work_runs_on_other_threads_and_answers_on_the_loop() -> None:
     async def scenario() -> None:
-        crew = Crew(2)
+        crew = Crew(2, name="kv-work")
         both = threading.Barrier(2)  # passes only when two threads are at work at once
 
         def meet() -> str:
@@ -26,7 +26,7 @@ def test_work_runs_on_other_threads_and_answers_on_the_loop() -> None:
 
 def test_what_work_raises_is_raised_where_it_is_awaited_and_the_thread_lives_on() -> None:
     async def scenario() -> None:
-        crew = Crew(1)
+        crew = Crew(1, name="kv-work")
 
         def fail() -> None:
             raise ValueError("a bad slice")
@@ -41,7 +41,7 @@ def test_what_work_raises_is_raised_where_it_is_awaited_and_the_thread_lives_on(
 
 def test_work_whose_outcome_is_not_wanted_any_more_is_done_all_the_same() -> None:
     async def scenario() -> None:
-        crew = Crew(1)
+        crew = Crew(1, name="kv-work")
         may_go = threading.Event()
         done: list[str] = []
         crew.run(lambda: may_go.wait(10.0))
@@ -57,7 +57,7 @@ def test_work_whose_outcome_is_not_wanted_any_more_is_done_all_the_same() -> Non
 
 def test_closing_waits_for_the_work_that_was_given() -> None:
     async def scenario() -> None:
-        crew = Crew(2)
+        crew = Crew(2, name="kv-work")
         done: list[int] = []
         for number in range(20):
             crew.run(lambda number=number: done.append(number))  # type: ignore[misc]
