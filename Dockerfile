@@ -27,9 +27,7 @@ COPY README.md LICENSE ./
 COPY services services
 COPY proto proto
 RUN /opt/mooncake/bin/pip install --no-deps --no-build-isolation . \
-    && /opt/mooncake/bin/pip uninstall -y hatchling pip \
-    && find /opt/mooncake -name __pycache__ -prune -exec rm -r {} + \
-    && /opt/mooncake/bin/python -m compileall -q /opt/mooncake/lib
+    && /opt/mooncake/bin/pip uninstall -y hatchling pip
 
 FROM ${BASE_IMAGE}
 # Folders that volumes are mounted on belong to the user of the processes: a new volume takes that over.
