@@ -119,7 +119,7 @@ class Fleet:
             endpoint=f"ipc://{name}",
             model=card,
         )
-        self.core.register(member, 0.0)
+        self.core.register(member, Load(), 0.0)
         self._beats.append((member.instance_id, role))
         self._beat(member.instance_id, role)
 
@@ -248,8 +248,7 @@ def _measure_index(report: Report, blocks: int, *, rounds: int, python: Path | N
     nodes = [NodeId(str(worker)) for worker in range(8)]
     started_s = perf_counter()
     for worker, chain, depth in made.holders:
-        for key in keys[chain][:depth]:
-            index.apply_stored(nodes[worker], key)
+        index.apply_all_stored(nodes[worker], keys[chain][:depth])
     insert_s = (perf_counter() - started_s) / len(made.holders)
     first_s, second_s, *again_s = [_timed_round(index, keys) for _ in range(rounds + 2)]
     matches = [index.prefix_blocks(chain) for chain in keys]

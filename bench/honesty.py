@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -42,7 +42,8 @@ _BLOCKS: Final = 8_192
 _NEW_TOKENS: Final = 12
 _PREFILL: Final = 2
 _DECODE: Final = 2
-_LOAD: Final = 0.65
+_LOAD: Final = 0.6
+_TRIALS: Final = 16
 _TOKENS: Final = range(200, 2_000)
 _BLOCK_BYTES: Final = _BLOCK * 2 * 2 * 2 * 8 * 4  # K and V, two layers, two heads of eight float32 values
 _TTFT_SLO_S: Final = 60.0
@@ -65,8 +66,8 @@ FAKE: Final = NodeKind(
     vram_kv_tokens=_BLOCK * _BLOCKS,
     dram_kv_tokens=_BLOCK * _BLOCKS,
 )
-"""The fake engine's work, long enough for the time that messages take on a busy machine to be little beside it. As on
-real hardware, a step takes mostly what one sequence takes."""
+"""What the fake engine is told to take: long enough for the time that messages take on a busy machine to be little
+beside it. As on real hardware, a step takes mostly what one sequence takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,29 +102,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(
         "honesty", f"{_PREFILL}P{_DECODE}D of the fake engine, {args.requests} requests at {args.load:g} load"
     )
+    kind = measured_kind()
+    report.note(
+        f"a prompt takes {1e3 * (kind.prefill_base_s - FAKE.prefill_base_s):.1f} ms more than the engine's time"
+    )
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as temporary:
             folder = args.keep or Path(temporary)
             recording = folder / f"conductor-{seed}.jsonl"
-            live = _live(asks(args.requests, seed, load=args.load), folder, recording)
+            live = _live(asks(args.requests, seed, load=args.load), kind, folder, recording)
             replays = [replay(recording), replay(recording)]
             elsewhere = [_replayed_elsewhere(recording, hash_seed) for hash_seed in ("1", "2")]
         _compare_digests(report, seed, replays, elsewhere)
-        _compare_runs(report, seed, replays[0], live)
+        _compare_runs(report, seed, replays[0], simulated(replays[0], kind), live)
     report.finish(args)
     return 0
 
 
-def _live(work: Sequence[Ask], folder: Path, recording: Path) -> dict[int, StreamTimes]:
-    """Serve *work*; the times of each stream by prompt length."""
-    profile = folder / "cost.json"
-    profile.write_text(dump_profile(_cost()))
-    flags = [
-        "--engine", "fake", "--prefill", str(_PREFILL), "--decode", str(_DECODE), "--chunk-tokens", "0",
+def measured_kind() -> NodeKind:
+    """What the fake engine's work takes in a mesh on this machine, as `mooncake profile` finds out for a real engine:
+    prompts that wait for each other have their first tokens later by what handling them takes."""
+    work = [Ask(at_s=0.0, tokens=_TOKENS.start + i) for i in range(_TRIALS)]
+    with local_mesh(_flags(1, 1), {"MOONCAKE_PREFILL_QUEUE_ORDER": "fcfs"}) as mesh:
+        streams = asyncio.run(_clients(mesh.host, mesh.port, mesh.model, work))
+    firsts_s = sorted(times.tokens_s[0] for times in streams.values())
+    each_s = (firsts_s[-1] - firsts_s[0]) / (_TRIALS - 1)
+    nominal_s = FAKE.prefill_s(_TOKENS.start + _TRIALS // 2, 0)
+    return replace(FAKE, prefill_base_s=FAKE.prefill_base_s + max(0.0, each_s - nominal_s))
+
+
+def _flags(prefill: int, decode: int) -> list[str]:
+    return [
+        "--engine", "fake", "--prefill", str(prefill), "--decode", str(decode), "--chunk-tokens", "0",
         "--arena-bytes", str(_BLOCKS * _BLOCK_BYTES), "--block-tokens", str(_BLOCK),
         "--fake-prefill-s-base", str(FAKE.prefill_base_s), "--fake-prefill-s-per-token", str(FAKE.prefill_token_s),
         "--fake-decode-s-base", str(FAKE.step_base_s), "--fake-decode-s-per-slot", str(FAKE.step_sequence_s),
     ]  # fmt: skip
+
+
+def _live(work: Sequence[Ask], kind: NodeKind, folder: Path, recording: Path) -> dict[int, StreamTimes]:
+    """Serve *work*; the times of each stream by prompt length."""
+    profile = folder / "cost.json"
+    profile.write_text(dump_profile(_cost(kind)))
     settings = {
         "MOONCAKE_CONDUCTOR_RECORD": str(recording),
         "MOONCAKE_CONDUCTOR_COST_PROFILE": str(profile),
@@ -134,7 +154,7 @@ def _live(work: Sequence[Ask], folder: Path, recording: Path) -> dict[int, Strea
         "MOONCAKE_CONDUCTOR_TBT_SLO_S": str(_TBT_SLO_S),
         "MOONCAKE_PREFILL_QUEUE_ORDER": "fcfs",
     }
-    with local_mesh(flags, settings) as mesh:
+    with local_mesh(_flags(_PREFILL, _DECODE), settings) as mesh:
         return asyncio.run(_clients(mesh.host, mesh.port, mesh.model, work))
 
 
@@ -154,22 +174,22 @@ async def _clients(host: str, port: int, model: str, work: Sequence[Ask]) -> dic
     return dict(await asyncio.gather(*map(client, work)))
 
 
-def _cost() -> PolynomialCost:
+def _cost(kind: NodeKind) -> PolynomialCost:
     return PolynomialCost(
-        prefill_base_s=FAKE.prefill_base_s,
-        prefill_token_s=FAKE.prefill_token_s,
+        prefill_base_s=kind.prefill_base_s,
+        prefill_token_s=kind.prefill_token_s,
         prefill_pair_s=0.0,
         cached_token_s=0.0,
-        step_base_s=FAKE.step_base_s,
-        step_sequence_s=FAKE.step_sequence_s,
+        step_base_s=kind.step_base_s,
+        step_sequence_s=kind.step_sequence_s,
         step_context_token_s=0.0,
         transfer_base_s=0.0,
-        transfer_byte_s=1 / FAKE.network_bytes_per_s,
+        transfer_byte_s=1 / kind.network_bytes_per_s,
     )
 
 
-def simulated(decisions: Replay) -> RunResult:
-    """The recorded arrivals on a simulated mesh of the same kind."""
+def simulated(decisions: Replay, kind: NodeKind) -> RunResult:
+    """The recorded arrivals on a simulated mesh of *kind*."""
     work = []
     first_s = decisions.decisions[0].now_s
     for number, decision in enumerate(decisions.decisions):
@@ -181,7 +201,7 @@ def simulated(decisions: Replay) -> RunResult:
     setup = MeshSetup(
         prefill=_PREFILL,
         decode=_DECODE,
-        kind=FAKE,
+        kind=kind,
         block_tokens=_BLOCK,
         max_new_tokens=_NEW_TOKENS,
         objectives=Objectives(ttft_s=_TTFT_SLO_S, tbt_s=_TBT_SLO_S),
@@ -210,8 +230,7 @@ def _compare_digests(report: Report, seed: int, replays: Sequence[Replay], elsew
     report.note(f"seed {seed}: digest {recorded}")
 
 
-def _compare_runs(report: Report, seed: int, recorded: Replay, live: dict[int, StreamTimes]) -> None:
-    result = simulated(recorded)
+def _compare_runs(report: Report, seed: int, recorded: Replay, result: RunResult, live: dict[int, StreamTimes]) -> None:
     pairs = [(d.answer, record) for d, record in zip(recorded.decisions, result.records, strict=True)]
     n = len(pairs)
     for role in (Role.PREFILL, Role.DECODE):

@@ -1,25 +1,29 @@
 """Results of simulated runs on disk, so that an interrupted report goes on where it was.
 
-A run is named by a digest of everything that it depends on: the code that decides and simulates, the requests and the
-setup. Files are columns of numbers, one value a request; nothing in them is executed when they are read.
+A run is named by a digest of everything that it depends on: the modules that the simulator imports, the requests and
+the setup. Files are columns of numbers, one value a request; nothing in them is executed when they are read. Requests
+on their way to a worker process are kept alike.
 """
 
 import hashlib
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
+from threading import get_ident
 from typing import Final
 
 import numpy as np
 
-import mooncake_mesh
-import mooncake_proto
 from bench.simulator_results import LoadSample, RequestRecord, RunResult
 from bench.traces import TraceRequest
+from mooncake_mesh.kv.block_hash import split_keys
 
 _NUMBERS: Final = (
     "index", "arrival_s", "input_tokens", "output_tokens", "input_blocks", "cached_blocks", "cached_tokens",
@@ -29,7 +33,13 @@ _COUNTS: Final = frozenset(
     {"index", "input_tokens", "output_tokens", "input_blocks", "cached_blocks", "cached_tokens", "computed_tokens"}
 )
 _SAMPLES: Final = ("time_s", "prefill_busy", "prefill_queued", "decode_running", "decode_share")
-_DECIDING: Final = ("policy", "conductor", "decode", "prefill", "kv", "messenger", "mesh")
+_IMPORTED: Final = """
+import json, sys
+import bench.simulator, bench.simulator_coupled
+files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+ours = ("bench", "mooncake_mesh", "mooncake_proto")
+print(json.dumps({name: file for name, file in files.items() if file and name.split(".")[0] in ours}))
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +57,8 @@ class RunCache:
         """Where the run of *setup* over *requests* lies, or would lie."""
         if self.folder is None:
             return None
-        digest = hashlib.sha256(code_digest().encode())
-        digest.update(repr(setup).encode())
-        for request in requests:
-            digest.update(repr((request.arrival_s, request.input_tokens, request.output_tokens)).encode())
-            digest.update(b"".join(request.keys))
-        name = digest.hexdigest()
+        what = (code_digest(), repr(setup), requests_digest(requests))
+        name = hashlib.sha256("\0".join(what).encode()).hexdigest()
         return self.folder / name[:2] / f"{name}.npz"
 
     def read(self, path: Path | None) -> RunResult | None:
@@ -71,22 +77,59 @@ class RunCache:
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.npz")
+        temporary = path.with_suffix(f".{os.getpid()}.{get_ident()}.npz")
         np.savez_compressed(temporary, allow_pickle=False, **_columns(result))
         temporary.replace(path)
 
 
 @cache
 def code_digest() -> str:
-    """Digest of the sources that a simulated run depends on."""
-    bench, mesh = Path(__file__).parent, Path(mooncake_mesh.__file__).parent
-    files = [*bench.glob("simulator*.py"), bench / "nodes.py", *Path(mooncake_proto.__file__).parent.glob("*.py")]
-    for package in _DECIDING:
-        files += (mesh / package).glob("*.py")
+    """Digest of the sources that a simulated run depends on: all of ours that a fresh interpreter imports for one."""
+    asked = [sys.executable, "-c", _IMPORTED]
+    root = Path(__file__).resolve().parents[1]
+    found = subprocess.run(asked, cwd=root, check=True, capture_output=True, text=True).stdout
     digest = hashlib.sha256()
-    for file in sorted(files, key=lambda file: (file.parent.name, file.name)):
-        digest.update(f"{file.parent.name}/{file.name}\0".encode())
-        digest.update(file.read_bytes())
+    for name, file in sorted(json.loads(found).items()):
+        digest.update(f"{name}\0".encode())
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
+
+
+def write_requests(path: Path, requests: Sequence[TraceRequest]) -> None:
+    """Keep *requests* at *path*, unless they are there."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.{get_ident()}.npz")
+    np.savez(
+        temporary,
+        allow_pickle=False,
+        arrival_s=np.array([request.arrival_s for request in requests], dtype=np.float64),
+        input_tokens=np.array([request.input_tokens for request in requests], dtype=np.int64),
+        output_tokens=np.array([request.output_tokens for request in requests], dtype=np.int64),
+        n_keys=np.array([len(request.keys) for request in requests], dtype=np.int64),
+        keys=np.frombuffer(b"".join(key for request in requests for key in request.keys), dtype=np.uint8),
+    )
+    temporary.replace(path)
+
+
+def read_requests(path: Path) -> list[TraceRequest]:
+    """What :func:`write_requests` kept."""
+    with np.load(path, allow_pickle=False) as columns:
+        names = ("arrival_s", "input_tokens", "output_tokens", "n_keys")
+        rows = list(zip(*(columns[name].tolist() for name in names), strict=True))
+        keys = split_keys(columns["keys"].tobytes())
+    return [
+        TraceRequest(arrival_s=at_s, input_tokens=taken, output_tokens=given, keys=tuple(islice(keys, n)))
+        for at_s, taken, given, n in rows
+    ]
+
+
+def requests_digest(requests: Sequence[TraceRequest]) -> str:
+    digest = hashlib.sha256()
+    for request in requests:
+        digest.update(repr((request.arrival_s, request.input_tokens, request.output_tokens)).encode())
+        digest.update(b"".join(request.keys))
     return digest.hexdigest()
 
 

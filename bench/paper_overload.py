@@ -140,10 +140,8 @@ def _ttft(results: list[RunResult]) -> Measured:
 
 
 def _runs(bench: Bench, scenario: Scenario, names: tuple[str, ...]) -> dict[str, list[RunResult]]:
-    return {
-        name: [bench.run(scenario.work(bench, seed), _setup(scenario, _STRATEGIES[name])) for seed in bench.seeds]
-        for name in names
-    }
+    systems = {name: _setup(scenario, _STRATEGIES[name]) for name in names}
+    return bench.runs(systems, lambda seed: scenario.work(bench, seed))
 
 
 def _setup(scenario: Scenario, admission: Admission) -> MeshSetup:

@@ -1,14 +1,17 @@
 """What the experiments on the papers' results share: systems by name, seeds, scale, and the search for a capacity."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Final, TypeVar
 
 from bench.paper_cache import RunCache
-from bench.report import Report
-from bench.simulator import MeshSetup, simulate
-from bench.simulator_coupled import CoupledSetup, simulate_coupled
-from bench.simulator_results import GiveUp, RunResult
+from bench.paper_jobs import Jobs, System, run
+from bench.paper_report import Measured, PaperReport, Quantity, SystemRow
+from bench.simulator import MeshSetup
+from bench.simulator_results import GiveUp, RunResult, quantile
 from bench.traces import TraceRequest
 from bench.workloads import named, replayed
 from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, PlacementKind
@@ -17,23 +20,21 @@ from mooncake_mesh.policy.hybrid import longest_step_s
 from mooncake_mesh.policy.placement import Scheduling
 from mooncake_mesh.policy.views import Objectives
 
-TTFT_SLO_S = 30.0
-TBT_SLO_S = 0.1
+__all__ = ["Bench", "Measured", "System", "greatest", "mesh"]
 
-_CAPACITY_STEP = 1.03
-_WIDE = 1.25
-_MOST = 30.0
-"""Times the estimate at which a search ends: so few requests have no capacity."""
+TTFT_SLO_S: Final = 30.0
+TBT_SLO_S: Final = 0.1
 
-System = MeshSetup | CoupledSetup
-Score = Callable[[RunResult], float]
+CAPACITY_STEP: Final = 1.03
+"""Capacities are looked for on the powers of this: where a search begins does not change what it finds."""
 
+_WIDE: Final = 4
+_COARSE: Final = 4
+_FARTHEST: Final = 120
+"""Strides of a search, and how far it goes, in steps: so few requests have no capacity."""
 
-def run(requests: Sequence[TraceRequest], system: System, give_up: GiveUp | None = None) -> RunResult:
-    """One run, made now."""
-    if isinstance(system, MeshSetup):
-        return simulate(requests, system, give_up=give_up)
-    return simulate_coupled(requests, system, give_up=give_up)
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 def mesh(
@@ -62,71 +63,131 @@ def mesh(
     )
 
 
-def greatest(holds: Callable[[float], bool], near: float, step: float) -> float:
-    """To 3 %, the greatest value for which *holds*, which is true below some value and false above.
+def greatest(holds: Callable[[float], bool], near: float, *, stride: int = _WIDE, width: int = 1) -> float:
+    """The greatest power of CAPACITY_STEP for which *holds*, which is true below some value and false above.
 
-    Looks from *near* on in strides of *step*, then bisects. Ends at a multiple of *near* if it holds there still.
+    Looks from *near* on in growing strides, then bisects until *width* steps are left: with 1 it is that power, with
+    more one that holds and is less than *width* steps below it. Ends far from *near* if it must.
     """
-    low = high = near
-    while not holds(low):
-        low, high = low / step, low
-    if low == near:
-        high = near * step
-        while high < near * _MOST and holds(high):
-            low, high = high, high * step
-    while high / low > _CAPACITY_STEP * 1.001:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+
+    def at(step: int) -> float:
+        return CAPACITY_STEP**step
+
+    start = low = high = width * round(math.log(near) / math.log(CAPACITY_STEP) / width)
+    if holds(at(start)):
+        while high == low or (high - start < _FARTHEST and holds(at(high))):
+            low, high, stride = high, high + stride, stride * (1 if high == low else 2)
+    else:
+        while low == high or (start - low < _FARTHEST and not holds(at(low))):
+            low, high, stride = low - stride, low, stride * (1 if high == low else 2)
+    while high - low > width:
+        middle = low + width * ((high - low) // (2 * width))
+        low, high = (middle, high) if holds(at(middle)) else (low, middle)
+    return at(low)
 
 
 @dataclass(slots=True)
 class Bench:
-    """One run of the benchmark. ``requests`` limits each workload to its first so many; 0 takes all."""
+    """One run of the benchmark. ``requests`` limits each workload to its first so many; 0 takes all.
 
-    report: Report
+    Experiments run on threads of their own and wait for ``jobs``; without any, runs are made where they are asked for.
+    """
+
+    report: PaperReport
     seeds: Sequence[int]
     requests: int
     say: Callable[[str], None]
     cache: RunCache = field(default_factory=lambda: RunCache(folder=None))
+    jobs: Jobs | None = None
     workloads: dict[str, list[TraceRequest]] = field(default_factory=dict)
+    lock: Lock = field(default_factory=Lock)
+
+    # --- workloads and runs -------------------------------------------------------------------------------------------
 
     def workload(self, name: str, *, speed: float = 1.0, seed: int = 0) -> list[TraceRequest]:
         """A named workload at *speed*. Published traces are jittered by *seed* (0: not), the generated
         one is made from it."""
         key = f"{name}/{seed}" if name == "tool-agent" else name
-        if key not in self.workloads:
-            self.workloads[key] = named(name, seed=seed)
+        with self.lock:
+            if key not in self.workloads:
+                self.workloads[key] = named(name, seed=seed)
         whole = self.workloads[key][: self.requests or None]
         return replayed(whole, speed=speed, jitter_seed=None if name == "tool-agent" else seed or None)
 
-    def measured(self, read: Callable[..., float]) -> "Measured":
+    def measured(self, read: Callable[..., float]) -> Measured:
         """*read* for every seed, its one argument that has no default."""
-        return Measured([read(seed) for seed in self.seeds])
+        return Measured(self.each(read, self.seeds))
 
     def run(self, requests: Sequence[TraceRequest], system: System, give_up: GiveUp | None = None) -> RunResult:
-        """As :func:`run`, or what the cache has of it."""
+        """The run of *system* over *requests*, or what the cache has of it."""
         path = self.cache.path(requests, (system, give_up))
         known = self.cache.read(path)
-        if known is None:
-            known = run(requests, system, give_up)
-            self.cache.write(path, known)
+        if known is not None:
+            return known
+        if self.jobs is None or path is None:
+            made = run(requests, system, give_up)
+            self.cache.write(path, made)
+            return made
+        self.jobs.run(requests, system, give_up, path)
+        known = self.cache.read(path)
+        assert known is not None, "the worker has kept it there"
         return known
 
-    def capacity(self, name: str, system: System, *, near: float) -> "Measured":
+    def each(self, function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
+        """*function* of each of *items*, at once where there are workers. Rows belong to whoever asks, not in here."""
+        if self.jobs is None or len(items) < 2:
+            return [function(item) for item in items]
+        with ThreadPoolExecutor(len(items)) as threads:
+            return list(threads.map(function, items))
+
+    def runs(
+        self, systems: Mapping[str, System], work: Callable[[int], Sequence[TraceRequest]]
+    ) -> dict[str, list[RunResult]]:
+        """Each of *systems* over *work* of every seed."""
+        asked = [(name, seed) for name in systems for seed in self.seeds]
+        made = self.each(lambda one: self.run(work(one[1]), systems[one[0]]), asked)
+        found: dict[str, list[RunResult]] = {name: [] for name in systems}
+        for (name, _), result in zip(asked, made, strict=True):
+            found[name].append(result)
+        return found
+
+    # --- capacities ---------------------------------------------------------------------------------------------------
+
+    def capacity(self, name: str, system: System, *, near: float) -> Measured:
         """The greatest replay speed at which 90 % of the requests are effective, to 3 %, for each seed.
 
-        *near* is about where it is thought to lie. The first seed brackets and bisects; the others start from its
-        result, from which they hardly differ.
+        *near* is about where it is thought to lie. The seeds after the first start from its result, from which they
+        hardly differ.
         """
-        found: list[float] = []
-        for seed in self.seeds:
+        first = greatest(lambda speed: self.holds(name, system, speed, self.seeds[0]), near)
 
-            def holds(speed: float, seed: int = seed) -> bool:
-                return self.holds(name, system, speed, seed)
+        def other(seed: int) -> float:
+            return greatest(lambda speed: self.holds(name, system, speed, seed), first, stride=1)
 
-            found.append(greatest(holds, found[0], _CAPACITY_STEP) if found else greatest(holds, near, _WIDE))
-        return Measured(found)
+        return Measured([first, *self.each(other, self.seeds[1:])])
+
+    def best_capacity(
+        self, name: str, systems: Mapping[str, System], near: Mapping[str, float]
+    ) -> tuple[str, Measured]:
+        """Which of *systems* has the greatest capacity, and that.
+
+        At the first seed, all are compared to 12 %, then those that may be the best one to 3 %; the best one runs at
+        all seeds.
+        """
+        first = replace(self, seeds=self.seeds[:1])
+
+        def coarse(one: str) -> float:
+            return greatest(
+                lambda speed: self.holds(name, systems[one], speed, self.seeds[0]), near[one], stride=_COARSE,
+                width=_COARSE,
+            )  # fmt: skip
+
+        names = list(systems)
+        roughly = dict(zip(names, self.each(coarse, names), strict=True))
+        finalists = [one for one in names if roughly[one] == max(roughly.values())]
+        finely = self.each(lambda one: first.capacity(name, systems[one], near=roughly[one]).mean, finalists)
+        best = finalists[finely.index(max(finely))]
+        return best, self.capacity(name, systems[best], near=max(finely))
 
     def holds(self, name: str, system: System, speed: float, seed: int) -> bool:
         """Whether 90 % of the requests of a workload are effective at *speed*."""
@@ -137,52 +198,50 @@ class Bench:
         give_up = GiveUp(ttft_s=TTFT_SLO_S, tbt_s=TBT_SLO_S)
         return self.run(self.workload(name, speed=speed, seed=seed), system, give_up)
 
+    # --- what is told -------------------------------------------------------------------------------------------------
+
     def row(
-        self, id_: str, text: str, value: "Measured", unit: str, *, least: float = -math.inf, most: float = math.inf,
-        prototype: str, paper: str = "-", baseline: "Measured | None" = None,
+        self, id_: str, text: str, value: Measured, unit: str, *, least: float = -math.inf, most: float = math.inf,
+        prototype: str = "-", paper: str = "-", baseline: Measured | None = None, why: str = "",
     ) -> None:  # fmt: skip
         """One measured quantity; its aim is met when the mean lies within *least* and *most*. Said at once."""
-        self.report.row(
-            f"{id_} {text}",
-            value.mean,
-            unit,
-            baseline=None if baseline is None else baseline.mean,
-            aim=_aim(least, most, prototype, paper),
-            met=None if least == -math.inf and most == math.inf else least <= value.mean <= most,
-            n=len(value.values),
-            spread=(min(value.values), max(value.values)),
-        )
-        made = self.report.rows[-1]
-        verdict = "" if made.met is None else ", met" if made.met else ", MISSED"
-        self.say(f"{made.metric}: {made.value:.4g} {unit}{verdict}")
+        made = Quantity(
+            text=text, value=value, unit=unit, least=least, most=most, prototype=prototype, paper=paper,
+            baseline=baseline, why=why,
+        )  # fmt: skip
+        self.report.section(id_).quantities.append(made)
+        verdict = f", {made.verdict.strip('*')}" if made.has_aim else ""
+        self.say(f"{id_} {text}: {value.mean:.4g} {unit}{verdict}")
 
+    def told(
+        self, id_: str, case: str, system: str, results: Sequence[RunResult], *, admission: str = "none",
+        ttft_s: float = TTFT_SLO_S, tbt_s: float = TBT_SLO_S,
+    ) -> None:  # fmt: skip
+        """What became of the requests of one system: a line of the experiment's table. *case* names workload and load,
+        *admission* what was let in; refusals never stand alone."""
+        figures = {
+            "good requests": Measured([r.share(ttft_s, tbt_s) for r in results]),
+            "good tokens": Measured([r.token_share(ttft_s, tbt_s) for r in results]),
+            "refused": Measured([r.rejected / max(1, len(r.records)) for r in results]),
+            "mean TTFT, s": Measured([r.mean_ttft_s() for r in results]),
+            "P90 TTFT, s": Measured([quantile(r.ttfts(), 0.9) for r in results]),
+            "P90 TBT, ms": Measured([quantile(r.tbts(), 0.9) * 1e3 for r in results]),
+            "block hits": Measured([r.block_hit() for r in results]),
+            "prefill, s": Measured([r.mean_prefill_s() for r in results]),
+            "wasted, Mtok": Measured([r.wasted_tokens(ttft_s, tbt_s) / 1e6 for r in results]),
+        }
+        row = SystemRow(case=case, system=system, admission=admission, figures=figures)
+        self.report.section(id_).systems.append(row)
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One value a seed."""
-
-    values: Sequence[float]
-
-    @property
-    def mean(self) -> float:
-        return sum(self.values) / len(self.values)
-
-    def minus(self, other: "Measured") -> "Measured":
-        """Difference, seed by seed."""
-        return Measured([a - b for a, b in zip(self.values, other.values, strict=True)])
-
-    def over(self, other: "Measured") -> "Measured":
-        """Ratio, seed by seed."""
-        return Measured([a / b if b else math.inf for a, b in zip(self.values, other.values, strict=True)])
-
-
-def _aim(least: float, most: float, prototype: str, paper: str) -> str:
-    """What a value is held against, the aim first."""
-    if least == -math.inf and most == math.inf:
-        band = ""
-    elif most == math.inf:
-        band = f"≥ {least:g}"
-    else:
-        band = f"≤ {most:g}" if least == -math.inf else f"{least:g} … {most:g}"
-    others = [f"{name} {value}" for name, value in (("prototype", prototype), ("paper", paper)) if value != "-"]
-    return f"{band} ({', '.join(others)})".strip() if others else band
+    def told_capacity(self, id_: str, name: str, label: str, system: System, capacity: Measured) -> None:
+        """A line of the experiment's table: a capacity, and what the run there was like."""
+        ends = self.each(lambda at: self.at(name, system, *at), list(zip(capacity.values, self.seeds, strict=True)))
+        figures = {
+            "capacity, x": capacity,
+            "good requests there": Measured([end.share(TTFT_SLO_S, TBT_SLO_S) for end in ends]),
+            "good tokens there": Measured([end.token_share(TTFT_SLO_S, TBT_SLO_S) for end in ends]),
+            "mean TTFT, s": Measured([end.mean_ttft_s() for end in ends]),
+            "P90 TBT, ms": Measured([quantile(end.tbts(), 0.9) * 1e3 for end in ends]),
+        }
+        row = SystemRow(case=f"{name}, TBT 100 ms", system=label, admission="none", figures=figures)
+        self.report.section(id_).systems.append(row)

@@ -33,9 +33,7 @@ _GROW_AHEAD_TOKENS: Final = 8
 
 class DecodeShell:
     """One decode instance. ``batch_blocks`` of KV can be decoded at a time, 0: all of the node's.
-
-    ``shares``: what it received can be found by others (as in the live system) or not.
-    """
+    ``shares``: what it received can be found by others (as in the live system) or not."""
 
     def __init__(
         self,
@@ -99,27 +97,26 @@ class DecodeShell:
         return load
 
     def _load_now(self) -> Load:
-        core, window = self.core, self._window
-        stepped = self._stepped()
+        core, window, stepped = self.core, self._window, self._stepped()
         decoded = stepped if self._batch else 0
-        waiting = waiting_tokens = 0
-        progress: list[tuple[int, int]] = []
-        for sequence in core.sequences():  # in one pass: there are two of these a second and instance
-            if sequence.is_waiting:
-                waiting += 1
-                waiting_tokens += sequence.length
-            else:
-                more = stepped if sequence.stage is SequenceStage.RUNNING else 0
-                progress.append((sequence.length + more, sequence.decoded + more))
+        progress = core.progress()
+        if stepped:
+            ahead = zip(core.unheld(), progress, strict=True)
+            progress = tuple(
+                [
+                    (length + stepped, drawn + stepped) if sequence.stage is SequenceStage.RUNNING else (length, drawn)
+                    for sequence, (length, drawn) in ahead
+                ]
+            )
         return Load(
             blocks_total=self._batch_blocks,
             max_batch=core.max_batch,
-            queued_jobs=waiting,
-            queued_tokens=waiting_tokens,
+            queued_jobs=core.n_waiting,
+            queued_tokens=core.waiting_tokens,
             running_jobs=len(progress),
-            running_tokens=sum(tokens for tokens, _ in progress),
+            running_tokens=sum([tokens for tokens, _ in progress]),
             step_s=window.step_s_after(decoded, self._step_s),
-            sequences=tuple(progress),
+            sequences=progress,
             decoded_tokens=core.decoded_tokens,
             steps=core.steps + decoded,
             recent_steps=(window.sample(decoded, self.node.kind),) if decoded else core.recent_steps()[-1:],
@@ -176,7 +173,7 @@ class DecodeShell:
             self.node.messenger.seal(flight.job_id, cached, keys)
             self.node.publish()
         self.core.landed(sequence, sequence.blocks)
-        self.core.first_token(flight.job_id, 0)
+        self.core.first_token(flight.job_id, 0, flight.last_token_s)
         self._may_join(sequence)
         self._wake()
 
@@ -211,16 +208,20 @@ class DecodeShell:
     def _begin(self) -> None:
         """Plan the next window: who steps, and how often before anything has to be decided."""
         self._open_gates()
+        now_s, is_due, waited_s = self.node.clock.now_s, self._prompts.is_due, 0.0
         if self._has_ready or self._sits_somebody_out:
+            waited_s = self.core.longest_wait_s(now_s) if is_due else 0.0
             self._plan()
-        batch, now_s = self._batch, self.node.clock.now_s
-        prompt = self._prompts.begin(len(batch), self._context)
+        batch = self._batch
+        prompt = self._prompts.begin(len(batch), self._context, waited_s)
         if not batch and prompt is None:
             self._steps = 0
             return
         self._window, alike = window_of(self.node.kind, now_s, len(batch), self._context, prompt)
-        steps = min(self._longest_window_steps, alike or self._longest_window_steps)
-        self._schedule(min(steps, self._events[0][0] - self._n_steps) if batch else steps)
+        if is_due and prompt is None:
+            alike = 1  # it has no time for a chunk; the next one has
+        events = [self._events[0][0] - self._n_steps] if batch else []
+        self._schedule(min(self._longest_window_steps, alike or self._longest_window_steps, *events))
 
     def _plan(self) -> None:
         """Let the core say who is in the batch. As long as nobody sits out, that is who was in it and who came."""

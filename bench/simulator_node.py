@@ -53,7 +53,7 @@ class SimNode:
         self.placed_s = 0.0  # when the conductor last placed something here
         messenger = _member(Role.MESSENGER, InstanceId(f"{name}-messenger"), self.node_id, self.endpoint, None)
         self.messenger_member = messenger
-        conductor.register(messenger, clock.now_s)
+        conductor.register(messenger, Load(), clock.now_s)
 
     def register_worker(self, role: Role, instance_id: InstanceId, block_tokens: int) -> Member:
         """Register the worker of this node; the member it is."""
@@ -66,7 +66,7 @@ class SimNode:
             max_context_tokens=1 << 20,
         )
         member = _member(role, instance_id, self.node_id, f"sim://{self.node_id}/worker", card)
-        self._conductor.register(member, self.clock.now_s)
+        self._conductor.register(member, Load(), self.clock.now_s)
         return member
 
     def fetch(self, source: "SimNode", request: Acquire, then: Callable[[], None]) -> bool:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from bench.simulator_flight import Flight
+from bench.simulator_flight import Flight, zero_tokens
 from bench.simulator_node import INCARNATION, SimNode
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.policy.queue_order import QueueRules
@@ -84,7 +84,7 @@ class PrefillShell:
             job_id=flight.job_id,
             transfer_id=TransferId(f"kv-{flight.job_id}"),
             incarnation=INCARNATION,
-            tokens=bytes(4 * flight.prompt_tokens),
+            tokens=zero_tokens(flight.prompt_tokens),
             keys=flight.keys,
             sampling=_SAMPLING,
             stopping=Stopping(max_new_tokens=max_new_tokens),

@@ -50,9 +50,15 @@ class InlineShell:
         if source is None or not self._node.fetch(source, request, lambda: self._node.acquire(request, acquired)):
             self._node.acquire(request, acquired)
 
-    def begin(self, sequences: int, context_tokens: int) -> InlinePrompt | None:
+    def begin(self, sequences: int, context_tokens: int, waited_s: float) -> InlinePrompt | None:
         """Whose chunks are computed from now on with such steps, if anybody's."""
-        return self._line.begin(self._node.clock.now_s, sequences, context_tokens) if self._line else None
+        if not self._line:
+            return None
+        return self._line.begin(self._node.clock.now_s, sequences, context_tokens, waited_s)
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self._line)
 
     def computed(self, window: Window, chunks: int) -> InlinePrompt | None:
         """The chunks of *window* are: the prompt, if that was its end. All its blocks can be found then."""

@@ -52,6 +52,8 @@ CODES = {
 
 
 SDK = {
+    "RequestTrace",
+    "TraceStep",
     "DEFAULT_ENDPOINT",
     "Aborted",
     "AnswerStream",
@@ -84,6 +86,7 @@ SDK = {
     "SyncMooncakeClient",
     "Timeouts",
     "TooLong",
+    "ToolCall",
     "Usage",
     "WireError",
 }

@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass, field
 
 from mooncake_proto.codec import message
+from mooncake_proto.shapes import Natural
 
 
 class Operation(enum.Enum):
@@ -66,6 +67,49 @@ class Models:
     """The JSON body of GET /v1/models."""
 
     response: bytes
+
+
+@message("client.trace_query")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceQuery:
+    """What became of a request? ``request_id`` is the id of its answer. Answered by Traces."""
+
+    request_id: str
+    api_key: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceStep:
+    """Something that happened ``at_s`` after the request had come; it had taken ``took_s``, where it took any time.
+
+    ``where`` names instances, empty for the gateway itself.
+    """
+
+    at_s: float
+    what: str
+    took_s: float = 0.0
+    where: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTrace:
+    """One choice of a request. ``started_at`` is its gateway's clock, in Unix seconds; the first steps are kept."""
+
+    request_id: str
+    started_at: float
+    is_over: bool
+    prompt_tokens: Natural
+    generated_tokens: Natural
+    steps: tuple[TraceStep, ...]
+
+
+@message("client.traces")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traces:
+    """Empty for a request that this gateway does not know any more, or that is somebody else's."""
+
+    traces: tuple[RequestTrace, ...]
 
 
 @message("client.health_query")

@@ -114,9 +114,13 @@ class Load:
 @message("control.register")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
-    """Process → conductor. Answered by Registered, or by Failure when the member does not fit the mesh."""
+    """Process → conductor. Answered by Registered, or by Failure when the member does not fit the mesh.
+
+    ``load`` is as in a Heartbeat: whoever is not ready yet says so before anything is placed on it.
+    """
 
     member: Member
+    load: Load
 
 
 @message("control.registered")
@@ -152,6 +156,29 @@ class Goodbye:
     """Process → conductor, one-way: an orderly stop."""
 
     instance_id: InstanceId
+    incarnation: Incarnation
+
+
+@message("control.drain")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """Operator → worker: take nothing new and finish what you have. Answered Ok at once; a second one changes nothing.
+
+    The worker stays a member, and its node goes on serving the KV it holds. Another incarnation than ``incarnation``
+    refuses.
+    """
+
+    incarnation: Incarnation
+
+
+@message("control.stop")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Operator → worker or messenger: end in an orderly way, as after SIGTERM. Answered Ok before.
+
+    Another incarnation than ``incarnation`` refuses.
+    """
+
     incarnation: Incarnation
 
 

@@ -6,7 +6,7 @@
     gateway → decode      DecodeJob           answered by Ok or Failure
     gateway → prefill     PrefillJob          answered by Ok or Failure
     prefill → gateway     FirstToken          one-way, on the gateway's stream ROUTER
-    prefill → decode      PrefillDone         one-way
+    prefill → decode      PrefillDone         answered by Ok
     decode  → gateway     DecodeGranted       one-way, where the job has a gate: its first token may be shown
     decode  → gateway     TokenBatch          one-way, one per decode iteration and gateway
     either  → gateway     JobFailed           one-way; the job is over at the sender

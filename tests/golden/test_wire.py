@@ -14,6 +14,7 @@ from mooncake_proto import (  # noqa: F401  registers every kind
     client,
     control,
     decisions,
+    job_query,
     kvcache,
     pipeline,
     rdma,

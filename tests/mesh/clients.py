@@ -21,6 +21,7 @@ from mooncake_mesh.gateway.tokenizer import ByteTokenizer, SpecialTokens
 from mooncake_mesh.kv.layout import KvDtype, KvLayout
 from mooncake_mesh.mesh.curve import MeshKeys, secure_connected
 from mooncake_proto import codec
+from mooncake_proto.control import Failure
 from mooncake_proto.envelope import Envelope
 from mooncake_proto.ids import MessageId
 
@@ -64,6 +65,11 @@ def ask(endpoint: str, body: object, expect: type[R], *, timeout_s: float = 5.0,
     assert envelope.re == "1", f"an answer to {envelope.re!r}"
     assert isinstance(answer, expect), answer
     return answer
+
+
+def refused(endpoint: str, body: object, *, timeout_s: float = 5.0) -> Failure:
+    """As :func:`ask`, for what must be answered by a Failure."""
+    return ask(endpoint, body, Failure, timeout_s=timeout_s)
 
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------

@@ -138,8 +138,9 @@ def _serve(plug: socket.socket, modules: list[str]) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(write_end)
     prepare = dies_with(os.getpid())
+    watched: list[int | socket.socket] = [plug, read_end]
     while True:
-        ready, _, _ = select.select([plug, read_end], [], [])
+        ready, _, _ = select.select(watched, [], [])
         if read_end in ready:
             os.read(read_end, _PACKET_BYTES)
             _tell_ended(plug)

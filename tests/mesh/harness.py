@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +39,7 @@ _ASK_EVERY_S: Final = 0.02
 _READY_S: Final = 30.0
 _STOP_S: Final = 20.0
 _LAST_EVENTS: Final = 20
+_WORKERS: Final = (Role.PREFILL, Role.DECODE)
 _STOP_ORDER: Final = ("gateway", "decode", "prefill", "messenger", "conductor")
 
 
@@ -104,7 +104,6 @@ class Mesh:
         self.folder = Path(tempfile.mkdtemp(prefix="mm-", dir="/tmp"))
         self._flags, self._environ = flags or {}, environ or {}
         self._ready_s = ready_s
-        self._prefill_stages = prefill_stages
         self._fork_server = Mesh.fork_servers.get(engine) if start is Start.FORK else None
         self._children: dict[str, _Child] = {}
         self._used_shm: set[str] = set()
@@ -175,6 +174,11 @@ class Mesh:
     def is_running(self, name: str) -> bool:
         return self._children[name].is_running
 
+    def pid(self, name: str) -> int:
+        process = self._children[name].process
+        assert process is not None
+        return process.pid
+
     # --- how it fares -------------------------------------------------------------------------------------------------
 
     def status(self, *, timeout_s: float = 5.0) -> StatusReport:
@@ -210,10 +214,10 @@ class Mesh:
 
         def look() -> StatusReport | None:
             report = self.status()
-            return None if any(_held(state) for state in report.cluster.members) else report
+            return None if any(held(state) for state in report.cluster.members) else report
 
         def tell() -> object:
-            return {state.member.instance_id: _held(state) for state in self.status().cluster.members if _held(state)}
+            return {state.member.instance_id: held(state) for state in self.status().cluster.members if held(state)}
 
         return self.wait(look, timeout_s=timeout_s, what="all jobs and blocks to be given back", tell=tell)
 
@@ -256,6 +260,7 @@ class Mesh:
         """Start a process, again if it is gone, with the same flags."""
         child = self._children[name]
         assert not child.is_running, f"{name} runs already"
+        child.is_paused = False
         child.log_start = child.log.stat().st_size if child.log.exists() else 0
         argv = [child.role, *child.flags]
         if self._fork_server is not None:
@@ -387,7 +392,7 @@ class Mesh:
             known = {
                 state.member.instance_id: state.member.incarnation
                 for state in report.cluster.members
-                if state.health is Health.ALIVE and self._has_stages(state)
+                if state.health is Health.ALIVE and (state.takes_work or state.member.role not in _WORKERS)
             }
             wanted = {child.name: self.incarnation(child.name, timeout_s=1.0) for child in running}
             is_ready = clients.get(self.http, "/ready").status == 200
@@ -396,21 +401,12 @@ class Mesh:
         del wanted["conductor"]
         return report if report.healthy and is_ready and wanted.items() <= known.items() else None
 
-    def _has_stages(self, state: MemberState) -> bool:
-        """Whether a head has told the conductor that its stages are there: it may seem to take work before that."""
-        if state.member.role is not Role.PREFILL or self._prefill_stages == 1:
-            return True
-        joined = self.find_log(state.member.instance_id, "pipeline_joined")
-        if joined is None or not state.takes_work:
-            return False
-        return state.last_beat_s < time.time() - datetime.fromisoformat(joined["timestamp"]).timestamp()
-
     def _note_shm(self, child: _Child) -> None:
         assert child.process is not None
         self._used_shm |= set(_shm_of(child.process.pid))
 
 
-def _held(state: MemberState) -> dict[str, int]:
+def held(state: MemberState) -> dict[str, int]:
     """What a member that is alive still works on or keeps for somebody."""
     load = state.load
     counts = {

@@ -105,7 +105,14 @@ def test_every_kind_that_a_socket_does_not_take(mesh: Mesh, name: str) -> None:
 
 
 _NEEDS_NO_FIELD = frozenset(
-    {"control.ping", "control.status_query", "control.ok", "client.models_query", "client.health_query"}
+    {
+        "control.ping",
+        "control.status_query",
+        "decisions.query",
+        "control.ok",
+        "client.models_query",
+        "client.health_query",
+    }
 )
 
 

@@ -5,10 +5,11 @@ import json
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import jsonschema
 import openai
+import pydantic
 import pytest
 
 from mooncake_mesh.engine.fake import expected_tokens
@@ -234,6 +235,41 @@ def test_other_forms(client: openai.OpenAI, extra: dict[str, Any], pattern: str)
     assert re.fullmatch(pattern, answer.choices[0].text)
 
 
+class Trip(pydantic.BaseModel):
+    """Book a trip."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    to: Literal["Ulm", "Bern"]
+    nights: Annotated[int, pydantic.Field(ge=1, le=14)]
+
+
+def test_a_tool_that_must_be_called_is_called_with_valid_arguments(client: openai.OpenAI) -> None:
+    """The fake engine knows nothing of tools: it is the grammar that makes the call."""
+    tools: list[Any] = [openai.pydantic_function_tool(Trip)]
+    for choice in ("required", {"type": "function", "function": {"name": "Trip"}}):
+        options: dict[str, Any] = {
+            "model": MODEL,
+            "messages": MESSAGES,
+            "tools": tools,
+            "tool_choice": choice,
+            "seed": 3,
+        }
+        answer = client.chat.completions.parse(**options, parallel_tool_calls=False, max_tokens=200)
+        (call,) = answer.choices[0].message.tool_calls
+        assert isinstance(call.function.parsed_arguments, Trip)
+        assert answer.choices[0].message.content is None
+        with client.chat.completions.stream(**options, parallel_tool_calls=False, max_tokens=200) as stream:
+            final = stream.get_final_completion()
+        assert [call.function.parsed_arguments for call in final.choices[0].message.tool_calls] == [
+            call.function.parsed_arguments
+        ]
+
+
+def test_the_package_parses_a_model_out_of_an_answer(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Trip, max_tokens=200)
+    assert isinstance(answer.choices[0].message.parsed, Trip)
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -261,8 +297,18 @@ def test_bad_requests(
 
 def test_an_unknown_path(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
-        client.embeddings.create(model=MODEL, input="text")
+        client.post("/nothing", cast_to=object)
     assert caught.value.code == "not_found"
+
+
+def test_what_is_not_here_says_so_once(fake_mesh: Mesh) -> None:
+    """The package tries again after most errors of a server; not after this one."""
+    with connect(fake_mesh, max_retries=3) as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.embeddings.create(model=MODEL, input="text")
+        assert (caught.value.status_code, caught.value.code) == (501, "not_implemented")
+        assert "x-stainless-retry-count" in caught.value.request.headers
+        assert caught.value.request.headers["x-stainless-retry-count"] == "0"
 
 
 # --- contention, and callers who leave --------------------------------------------------------------------------------
@@ -411,3 +457,18 @@ def test_choices_and_stop_of_the_real_model(real_client: openai.OpenAI) -> None:
     stop = texts[0][5:9]
     stopped = real_client.completions.create(stop=stop, **options).choices[0]
     assert (stopped.text, stopped.finish_reason) == (texts[0][: texts[0].index(stop)], "stop")
+
+
+@pytest.mark.model
+def test_the_real_model_keeps_to_a_schema_and_calls_a_tool(real_client: openai.OpenAI) -> None:
+    """A real vocabulary: tokens of many bytes, which end in the middle of a rule. All is drawn at temperature 1."""
+    messages: list[Any] = [{"role": "user", "content": "Book a trip, and say for whom."}]
+    options: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": messages, "temperature": 1, "max_tokens": 150}
+    people = real_client.chat.completions.create(**options, response_format=PERSON_FORMAT, n=4, seed=1)
+    for choice in people.choices:
+        jsonschema.validate(json.loads(choice.message.content), PERSON)
+    answer = real_client.chat.completions.parse(
+        **options, tools=[openai.pydantic_function_tool(Trip)], tool_choice="required", parallel_tool_calls=False
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Trip)

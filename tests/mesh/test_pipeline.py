@@ -1,5 +1,6 @@
 """A prefill instance of two processes: same text, KV of both in the pool, and what follows when one of them dies."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -73,6 +74,13 @@ def test_what_both_stages_wrote_is_in_the_pool(mesh: Mesh) -> None:
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 300
     assert first["choices"][0]["text"] == again["choices"][0]["text"] == expected(prompt)
+
+
+def test_the_stage_that_draws_the_first_token_keeps_to_the_grammar(mesh: Mesh) -> None:
+    """The fake engine would hardly begin with an x."""
+    for seed in range(3):
+        text = clients.complete(mesh.http, PROMPT, TOKENS, seed=seed, structured_outputs={"regex": "xy[0-9]{4}"})
+        assert re.fullmatch("xy[0-9]{4}", text)
 
 
 def test_requests_follow_each_other_through_the_stages(mesh: Mesh) -> None:

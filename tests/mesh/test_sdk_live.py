@@ -228,3 +228,17 @@ def test_the_guide_does_what_it_says(fake_mesh: Mesh, capsys: pytest.CaptureFixt
         assert fake_mesh.sdk in program, "a block that names no endpoint would ask another mesh"
         exec(compile(program, str(GUIDE), "exec"), {"__name__": "guide"})
         assert capsys.readouterr().out.strip(), f"says nothing:\n{block}"
+
+
+def test_a_request_is_traced_by_the_id_of_its_answer(fake_mesh: Mesh) -> None:
+    with SyncMooncakeClient(fake_mesh.sdk) as client:
+        answer = client.generate("What becomes of me?", max_tokens=6, n=2)
+        traces = client.trace(answer.id)
+        assert [trace.request_id for trace in traces] == [f"{answer.id.removeprefix('cmpl-')}-{k}" for k in (0, 1)]
+        for trace in traces:
+            assert (trace.is_over, trace.generated_tokens) == (True, 6)
+            whats = [step.what for step in trace.steps]
+            assert whats[:2] == ["received", "placed"]
+            assert whats[-1] == "finished"
+            assert {"queued", "prefill", "decode"} <= set(whats)
+        assert client.trace("cmpl-nobody") == ()

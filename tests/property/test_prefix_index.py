@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from mooncake_mesh.kv.block_pool import PoolEvent
 from mooncake_mesh.kv.event_stream import EventLog, FeedRefused, NodeFeed, Unsendable
 from mooncake_mesh.kv.prefix_index import PrefixIndex
+from mooncake_mesh.kv.prefix_segments import LONG_BLOCKS, SEGMENT_BLOCKS
 from mooncake_proto.ids import BlockKey, Incarnation, NodeId
 from mooncake_proto.kvcache import KvChange, KvEvents, KvSnapshot, KvTier
 
@@ -48,6 +49,12 @@ class IndexMachine(RuleBasedStateMachine):
     def stored(self, node: NodeId, key: BlockKey, tier: KvTier) -> None:
         self.index.apply_stored(node, key, tier)
         self._store(node, key, tier)
+
+    @rule(node=nodes, run=st.lists(keys, max_size=6), tier=st.sampled_from(KvTier))
+    def all_stored(self, node: NodeId, run: list[BlockKey], tier: KvTier) -> None:
+        self.index.apply_all_stored(node, run, tier)
+        for key in run:
+            self._store(node, key, tier)
 
     @rule(node=nodes, key=keys)
     def removed(self, node: NodeId, key: BlockKey) -> None:
@@ -107,6 +114,52 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.prefix_blocks([key]) == holders
             slow = {node: 0 for node in holders if (node, key) in self.on_ssd}
             assert self.index.ssd_starts([key], holders) == slow
+
+
+ROOT = [BlockKey(b"root" + i.to_bytes(12, "big")) for i in range(LONG_BLOCKS + 40)]
+BRANCHES = [
+    ROOT + [BlockKey(name * 4 + i.to_bytes(12, "big")) for i in range(2 * SEGMENT_BLOCKS)] for name in (b"a", b"b")
+]
+places = st.integers(0, len(BRANCHES[0]))
+
+
+class LongChainsMachine(RuleBasedStateMachine):
+    """Chains of which stretches are remembered: runs of them come, grow and go, in any order, and are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(max_entries=100_000)
+        self.known: dict[NodeId, set[BlockKey]] = {}
+
+    @rule(node=nodes, branch=st.sampled_from(BRANCHES), first=st.just(0) | places, end=places, at_once=st.booleans())
+    def stored(self, node: NodeId, branch: list[BlockKey], first: int, end: int, at_once: bool) -> None:
+        run = branch[first:end]
+        if at_once:
+            self.index.apply_all_stored(node, run)
+        else:
+            for key in run:
+                self.index.apply_stored(node, key)
+        if run:
+            self.known.setdefault(node, set()).update(run)
+
+    @rule(node=nodes, branch=st.sampled_from(BRANCHES), first=places, n=st.integers(1, 40))
+    def removed(self, node: NodeId, branch: list[BlockKey], first: int, n: int) -> None:
+        for key in branch[first : first + n]:
+            self.index.apply_removed(node, key)
+            self.known.get(node, set()).discard(key)
+
+    @rule(node=nodes)
+    def dropped(self, node: NodeId) -> None:
+        self.index.drop_node(node)
+        self.known.pop(node, None)
+
+    @rule(branch=st.sampled_from(BRANCHES), n=places, times=st.integers(1, 3))
+    def looked_up(self, branch: list[BlockKey], n: int, times: int) -> None:
+        for _ in range(times):
+            self._looked_up(branch[:n])
+
+    def _looked_up(self, chain: list[BlockKey]) -> None:
+        assert self.index.prefix_blocks(chain) == brute_force(self.known, chain)
 
 
 Message = KvEvents | KvSnapshot
@@ -235,6 +288,8 @@ class StreamMachine(RuleBasedStateMachine):
             assert self._contents(node) == messenger.states[self.feeds[node].next_seq - 1]
 
 
+TestLongChainsMachine = LongChainsMachine.TestCase
+TestLongChainsMachine.settings = settings(deadline=None, max_examples=25, stateful_step_count=20)
 TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(deadline=None)
 TestStreamMachine = StreamMachine.TestCase

@@ -21,7 +21,9 @@ from mooncake_mesh.gateway.request_events import (
     DeadlinePassed,
     Emit,
     Fail,
+    JobForgotten,
     JobsAccepted,
+    Looked,
     NotPlaced,
     Placed,
     RequestCommand,
@@ -127,13 +129,14 @@ class RequestMachine(RuleBasedStateMachine):
         self.accepted_jobs: set[JobId] = set()
         self.shut: set[JobId] = set()
         self.was_refused = False
+        self.looks = 0
         self.feed(Started())
 
     # --- the world ----------------------------------------------------------------------------------------------------
 
-    def feed(self, event: RequestEvent) -> None:
+    def feed(self, event: RequestEvent, now_s: float = 1.0) -> None:
         was_over = self.core.is_over
-        commands = self.core.handle(event, 1.0)
+        commands = self.core.handle(event, now_s)
         assert not (was_over and commands), "a request that is over says nothing more"
         for command in commands:
             self.obey(command)
@@ -348,6 +351,23 @@ class RequestMachine(RuleBasedStateMachine):
             self.losses += 1
         if not is_room:
             self.lost.add(culprit)
+
+    @rule()
+    def looked(self) -> None:
+        """A long time later than ever before."""
+        before = self.core.job_id
+        self.looks += 1
+        self.feed(Looked(), 1000.0 * self.looks)
+        self.losses += self.core.job_id != before
+
+    @precondition(lambda self: self.started)
+    @rule(which=st.integers(0, 3), side=st.integers(0, 1))
+    def forgotten(self, which: int, side: int) -> None:
+        job_id, before = list(self.started)[-1 - which % len(self.started)], self.core.job_id
+        placement = self.started[job_id].placement
+        worker = (placement.prefill, placement.decode)[side]
+        self.feed(JobForgotten(job_id=job_id, instance_id=worker.instance_id))
+        self.losses += self.core.job_id != before
 
     @precondition(lambda self: self.started)
     @rule()

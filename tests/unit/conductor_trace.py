@@ -53,7 +53,7 @@ def recorded(n_requests: int) -> Trace:
                 model=None if role is Role.MESSENGER else CARD,
             )
             members.append(member)
-            trace.append((0.0, Register(member=member)))
+            trace.append((0.0, Register(member=member, load=Load())))
             trace.append((0.0, _beat(draw, member)))
     families = [[BlockKey(draw.randbytes(16)) for _ in range(80)] for _ in range(6)]
     for number in range(5):
@@ -135,7 +135,7 @@ def _beat(draw: random.Random, member: Member) -> Heartbeat:
 def applied(core: ConductorCore, now_s: float, event: Event) -> object:
     match event:
         case Register():
-            return core.register(event.member, now_s)
+            return core.register(event.member, event.load, now_s)
         case Heartbeat():
             return core.heartbeat(event.instance_id, event.incarnation, event.load, now_s)
         case Goodbye():

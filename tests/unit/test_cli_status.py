@@ -67,7 +67,7 @@ def test_table() -> None:
     )
     assert lines[1:] == [
         ["gateway", "gateway0", "node0", "alive", "0", "2", "-", "-", "-", "-", "-", "-"],
-        ["prefill", "prefill0", "node0", "draining", "0", "0", "-", "-", "-", "-", "-", "-"],
+        ["prefill", "prefill0", "node0", "drained,", "serving", "KV", "0", "0", "-", "-", "-", "-", "-", "-"],
         ["prefill", "prefill1", "node0", "suspect", "3", "1", "-", "-", "-", "-", "-", "-"],
         ["messenger", "messenger0", "node0", "alive", "-", "-", "60", "30", "100", "7/50", "shm,tcp", "hugetlb"],
         ["healthy:", "up", "61", "s,", "5", "placed,", "1", "rejected"],

@@ -13,7 +13,7 @@ import pytest
 from mooncake_proto import codec
 from mooncake_proto.client import GenerationDelta
 from mooncake_proto.codec import decode, encode, message
-from mooncake_proto.control import Failure, Member, ModelCard, Register, Role
+from mooncake_proto.control import Failure, Load, Member, ModelCard, Register, Role
 from mooncake_proto.envelope import MAX_FRAMES, MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, VERSION_FRAME
 from mooncake_proto.errors import MalformedMessage, UnknownKind, VersionMismatch, WireError
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId
@@ -40,7 +40,7 @@ MEMBER = Member(
         name="m", fingerprint="f", dtype="float32", block_tokens=16, block_bytes=4096, max_context_tokens=128
     ),
 )
-REGISTER = Register(member=MEMBER)
+REGISTER = Register(member=MEMBER, load=Load())
 BATCH = TokenBatch(
     instance_id=InstanceId("decode-0"),
     entries=tuple(

@@ -60,7 +60,7 @@ def core() -> ConductorCore:
 
 def joined(c: ConductorCore, *members: Member, now_s: float = 0.0) -> None:
     for one in members:
-        assert not isinstance(c.register(one, now_s), Incompatible)
+        assert not isinstance(c.register(one, Load(), now_s), Incompatible)
         load = ROOMY if one.role is Role.MESSENGER else Load()
         c.heartbeat(one.instance_id, one.incarnation, load, now_s)
 
@@ -127,14 +127,14 @@ def stored(node: str, n_keys: int, *, n: int = 1, first_seq: int = 1) -> KvEvent
 )
 def test_a_worker_with_another_model_is_kept_out_by_the_field_that_differs(card: ModelCard, difference: str) -> None:
     other = member(Role.DECODE, "d9", "n0", card=card)
-    assert mesh().register(other, 0.0) == Incompatible(difference=difference)
+    assert mesh().register(other, Load(), 0.0) == Incompatible(difference=difference)
 
 
 def test_a_longer_context_does_not_keep_a_worker_out_and_no_model_does() -> None:
     c = mesh()
     joined(c, member(Role.DECODE, "d9", "n0", card=replace(CARD, max_context_tokens=1)))
     bare = replace(member(Role.PREFILL, "p9", "n0"), model=None)
-    assert isinstance(c.register(bare, 0.0), Incompatible)
+    assert isinstance(c.register(bare, Load(), 0.0), Incompatible)
 
 
 def test_an_instance_may_come_back_with_another_model_when_it_is_alone_or_all_others_are_dead() -> None:
@@ -161,7 +161,7 @@ def test_the_cards_of_the_dead_shape_no_request() -> None:
 def test_a_new_life_of_a_worker_is_the_end_of_the_old_one() -> None:
     c = mesh()
     again = member(Role.DECODE, "d0", "n0", n=2)
-    assert c.register(again, 1.0) == [
+    assert c.register(again, Load(), 1.0) == [
         HealthChanged(member=member(Role.DECODE, "d0", "n0"), health=Health.DEAD),
         Joined(member=again),
     ]
@@ -235,12 +235,28 @@ def test_who_takes_no_work_is_not_chosen() -> None:
     c = mesh()
     assert refused(c, request(model="other")) == ("no_worker", True)
     c.heartbeat(InstanceId("d0"), life(1), Load(draining=True), 0.0)
+    assert refused(c, request()) == ("decode_not_ready", True)
+    c.goodbye(InstanceId("d0"), life(1))
     assert refused(c, request()) == ("no_decode_instance", True)
-    c.heartbeat(InstanceId("d0"), life(1), Load(), 0.0)
+    joined(c, member(Role.DECODE, "d0", "n0"))
     c.heartbeat(InstanceId("m0"), life(1), Load(), 0.0)
-    assert refused(c, request()) == ("no_prefill_instance", True), "its node's arena is not cut"
+    assert refused(c, request()) == ("prefill_not_ready", True), "its node's arena is not cut"
     c.goodbye(InstanceId("m0"), life(1))
-    assert refused(c, request()) == ("no_prefill_instance", True)
+    assert refused(c, request()) == ("prefill_not_ready", True)
+
+
+def test_what_a_member_says_when_it_registers_counts_at_once() -> None:
+    c = core()
+    c.register(member(Role.MESSENGER, "m0", "n0"), ROOMY, 0.0)
+    c.register(member(Role.PREFILL, "p0", "n0"), Load(draining=True), 0.0)
+    c.register(member(Role.DECODE, "d0", "n0"), Load(), 0.0)
+    assert refused(c, request()) == ("prefill_not_ready", True), "no beat has come yet"
+    assert {str(m.member.instance_id) for m in c.cluster_state(0.0).members if m.takes_work} == {"d0"}
+    c.heartbeat(InstanceId("p0"), life(1), Load(), 0.1)
+    assert placed(c, request(1)).prefill.instance_id == "p0"
+    busy = Load(queued_jobs=1, queued_prompts=((1_000, 0),))
+    c.register(member(Role.PREFILL, "p1", "n0"), busy, 0.2)
+    assert placed(c, request(2), now_s=5.0).prefill.instance_id == "p0", "what waits there counts"
 
 
 @pytest.mark.parametrize("age_s", [3.0, 6.0])
@@ -315,7 +331,7 @@ def test_the_late_goodbye_of_an_old_messenger_takes_nothing_from_its_successor()
 def test_registering_again_in_the_same_life_keeps_what_is_known() -> None:
     c = mesh()
     c.kv_events(stored("n0", 3))
-    c.register(member(Role.MESSENGER, "m0", "n0"), 1.0)
+    c.register(member(Role.MESSENGER, "m0", "n0"), Load(), 1.0)
     assert c.status(1.0).indexed_blocks == {"n0": 3}
     assert c.kv_events(stored("n0", 3)) == KvEventsAck(next_seq=4, resync=False)
 

@@ -66,7 +66,7 @@ def mesh(
                 model=None if role is Role.MESSENGER else CARD,
                 kind=(kind_of or {}).get(name, "default"),
             )
-            core.register(member, 0.0)
+            core.register(member, Load(), 0.0)
             beat(core, name, Load(blocks_total=blocks, blocks_free=blocks) if role is Role.MESSENGER else Load(), 0.0)
     return core
 

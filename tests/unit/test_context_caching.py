@@ -18,6 +18,7 @@ from mooncake_mesh.gateway.doorkeeper import Doorkeeper
 from mooncake_mesh.gateway.http import HttpLimits, create_app
 from mooncake_mesh.gateway.rate_limits import TenantLimits
 from mooncake_mesh.gateway.tokenizer import ByteTokenizer, ChatMessage
+from mooncake_mesh.gateway.tools import Tool
 from tests.unit.gateway_doubles import CONTEXT_TOKENS, MODEL, Exchange, Gateway, says
 from tests.unit.test_cache_keeper import Pool
 
@@ -158,10 +159,10 @@ def test_a_template_that_refuses_some_prompts_is_asked_for_others(
     """Some want the user to have the last word."""
     encode = ByteTokenizer.encode_chat
 
-    def strict(self: ByteTokenizer, messages: tuple[ChatMessage, ...]) -> list[int]:
+    def strict(self: ByteTokenizer, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...]) -> list[int]:
         if messages[-1].role != "user":
             raise InvalidRequest("the user speaks last", param="messages")
-        return encode(self, messages)
+        return encode(self, messages, tools)
 
     async def scene(site: Site) -> None:
         assert (await site.create())["tokens"] == SHARED + len("user\n")

@@ -438,3 +438,70 @@ def test_when_a_choice_has_had_its_last_token(token: int, position: int, finish:
 
 def test_stop_tokens_are_banned_until_there_are_enough() -> None:
     assert [banned_tokens(position, STOPPING) for position in range(3)] == [(2, 5), (2, 5), ()]
+
+
+def test_who_joins_next_has_waited_since_the_first_token_could_be_shown() -> None:
+    c = core()
+    assert c.longest_wait_s(5.0) == 0.0
+    first, second, gate = submitted(c, "a"), submitted(c, "b"), gated(c, "c")
+    for at_s, sequence in ((1.0, first), (2.0, second), (0.5, gate)):
+        c.first_token(sequence.job.job_id, 7, at_s)
+    assert c.longest_wait_s(5.0) == 0.0, "no KV yet"
+    c.landed(gate, [0])
+    assert c.longest_wait_s(5.0) == 0.0, "the gate has shown nothing"
+    assert c.open_gates(4.0).granted == (gate,)
+    assert c.longest_wait_s(5.0) == 1.0
+    c.landed(second, [1])
+    assert c.longest_wait_s(5.0) == 3.0
+    c.landed(first, [2])
+    assert c.longest_wait_s(5.0) == 4.0
+    c.plan_step()
+    assert c.longest_wait_s(5.0) == 0.0
+
+
+# --- what is reported -------------------------------------------------------------------------------------------------
+
+
+def test_the_counts_agree_with_the_sequences_whatever_happens_to_them() -> None:
+    c = core(max_batch=3)
+    gate = DecodeGate(
+        kind=GateKind.HOLD, tbt_s=1.0, step_base_s=0.0, step_sequence_s=0.0, step_token_s=0.0, room_tokens=1 << 20,
+        decode_s=1.0,
+    )  # fmt: skip
+
+    def check(told: str) -> None:
+        waiting = [sequence for sequence in c.sequences() if sequence.is_waiting]
+        others = [sequence for sequence in c.sequences() if not sequence.is_waiting]
+        assert (c.n_waiting, c.waiting_tokens) == (len(waiting), sum(s.length for s in waiting)), told
+        assert c.progress() == tuple((s.length, s.decoded) for s in others), told
+        assert c.running_tokens == sum(s.length for s in others), told
+
+    late, never, gated = (
+        submitted(c, "late", 5),
+        submitted(c, "never", 4),
+        c.submit(replace(job("gated"), gate=gate), 0),
+    )
+    assert isinstance(gated, DecodeSequence)
+    check("all wait")
+    first = ready(c, "first", blocks=2, max_new=3)
+    c.first_token(JobId("gated"), 50)
+    check("a first token came before its KV")
+    c.landed(gated, [1])
+    check("one waits for its gate")
+    c.landed(late, [2, 3])
+    c.first_token(JobId("late"), 50)
+    check("an older one is ready later")
+    assert [s.job.job_id for s in c.unheld()] == ["late", "first"], "in order of admission"
+    c.open_gates(0.0)
+    check("the gate is open")
+    step(c)
+    step(c)
+    assert first.is_over
+    check("one is at its end")
+    never.stop = Aborted("gone")
+    c.stopped(never)
+    check("one was stopped while it waited")
+    for sequence in (first, never):
+        c.forget(sequence)
+    check("both are forgotten")
+    assert c.n_jobs == 2

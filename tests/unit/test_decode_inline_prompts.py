@@ -110,7 +110,9 @@ def steps(line: InlinePrompts) -> list[PromptEnd]:
     async def run() -> list[PromptEnd]:
         ends = []
         while line.is_due:
-            end = await line.finish(line.start(NOBODY))
+            forward = line.start(NOBODY, 0.0)
+            assert forward is not None
+            end = await line.finish(forward)
             if end is not None:
                 ends.append(end)
         return ends

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from mooncake_mesh.errors import MooncakeError, PeerUnreachable, Rejected
+from mooncake_mesh.gateway import core
 from mooncake_mesh.gateway.api import TokenRequest
 from mooncake_mesh.gateway.mesh import MeshClient
 from mooncake_mesh.mesh.rpc import RpcClient
@@ -54,8 +55,10 @@ def cluster() -> ClusterState:
     ],
 )
 def test_trouble_with_the_conductor_ends_the_request_and_not_the_gateway(
-    trouble: MooncakeError, expected: type[MooncakeError]
+    trouble: MooncakeError, expected: type[MooncakeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(core, "_CONDUCTOR_PATIENCE_S", 0.1)
+
     async def scenario() -> None:
         conductor = RaisingConductor(trouble)
         async with asyncio.TaskGroup() as tasks:

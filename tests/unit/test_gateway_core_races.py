@@ -8,19 +8,21 @@ import pytest
 from mooncake_mesh.errors import Aborted, DeadlineExceeded, InvalidTransition, Rejected
 from mooncake_mesh.gateway.api import TokenEvent, TokenRequest
 from mooncake_mesh.gateway.core import (
-    _MOVES,
+    CONDUCTOR_UNREACHABLE,
     KeySpace,
     RequestCore,
-    RequestStage,
 )
 from mooncake_mesh.gateway.request_events import (
+    AskAfterJob,
     AskPlacement,
     CallerLeft,
     CancelAt,
     DeadlinePassed,
     Emit,
     Fail,
+    JobForgotten,
     JobsAccepted,
+    Looked,
     NotPlaced,
     Placed,
     RequestCommand,
@@ -28,6 +30,7 @@ from mooncake_mesh.gateway.request_events import (
     StartJobs,
     WorkerLost,
 )
+from mooncake_mesh.gateway.request_stages import MOVES, RequestStage
 from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
 from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, NodeId, RequestId, TransferId
 from mooncake_proto.serving import (
@@ -366,6 +369,42 @@ def test_a_refusal_at_first_is_the_answer() -> None:
     assert request.handle(NotPlaced(job_id=job(0), error=refusal), 100.0) == [Fail(error=refusal)]
 
 
+def test_a_new_request_waits_for_instances_that_are_just_starting_but_not_for_long() -> None:
+    request = core()
+    request.handle(Started(), 100.0)
+    starting = NotPlaced(job_id=job(0), error=Rejected("prefill_not_ready", unavailable=True, retry_after_s=5.0))
+    assert asks(request.handle(starting, 100.0)) == [(job(0), 0.05, ())]
+    assert asks(request.handle(starting, 101.9)) == [(job(0), 0.1, ())]
+    assert request.handle(starting, 102.1) == [Fail(error=starting.error)]
+
+
+def test_a_new_request_waits_for_a_conductor_that_restarts() -> None:
+    """Also while the conductor, back again, has not heard of its workers yet."""
+    request = core()
+    away = Rejected(CONDUCTOR_UNREACHABLE, unavailable=True, retry_after_s=1.0)
+    empty = Rejected("no_worker", unavailable=True, retry_after_s=1.0)
+    assert asks(request.handle(NotPlaced(job_id=job(0), error=away), 100.0)) == [(job(0), 0.05, ())]
+    assert asks(request.handle(NotPlaced(job_id=job(0), error=empty), 101.0)) == [(job(0), 0.1, ())]
+    [start] = request.handle(Placed(placement=placement(0)), 101.2)
+    assert isinstance(start, StartJobs)
+
+
+def test_nobody_waits_for_a_conductor_for_ever() -> None:
+    request = core()
+    away = Rejected(CONDUCTOR_UNREACHABLE, unavailable=True, retry_after_s=1.0)
+    assert asks(request.handle(NotPlaced(job_id=job(0), error=away), 100.0))
+    assert asks(request.handle(NotPlaced(job_id=job(0), error=away), 114.9))
+    assert request.handle(NotPlaced(job_id=job(0), error=away), 115.0) == [Fail(error=away)]
+
+
+def test_a_full_mesh_is_a_refusal_also_after_the_conductor_was_away() -> None:
+    request = core()
+    away = Rejected(CONDUCTOR_UNREACHABLE, unavailable=True, retry_after_s=1.0)
+    full = Rejected("pool_full", unavailable=False, retry_after_s=1.0)
+    request.handle(NotPlaced(job_id=job(0), error=away), 100.0)
+    assert request.handle(NotPlaced(job_id=job(0), error=full), 100.1) == [Fail(error=full)]
+
+
 @pytest.mark.parametrize(("retry_after_s", "pause_s"), [(0.0, 0.05), (0.3, 0.3), (9.0, 1.0)])
 def test_a_refusal_after_a_loss_waits_for_its_turn_never_hot_never_long(retry_after_s: float, pause_s: float) -> None:
     request = running()
@@ -421,7 +460,7 @@ def test_the_end_from_outside_cancels_what_was_started(max_new_tokens: int) -> N
 
 
 def _pairs() -> Iterator[tuple[RequestStage, RequestStage]]:
-    return ((old, new) for old in RequestStage for new in RequestStage if (old, new) not in _MOVES)
+    return ((old, new) for old in RequestStage for new in RequestStage if (old, new) not in MOVES)
 
 
 @pytest.mark.parametrize(("old", "new"), list(_pairs()))
@@ -555,3 +594,64 @@ def test_a_request_that_was_shown_something_has_no_gate_in_its_next_life() -> No
     assert start.decode is not None
     assert start.decode.gate is None
     assert emitted(request.handle(first(1, 1, 21), 106.0)) == [21]
+
+
+# --- silence ----------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_silence_the_workers_are_asked_and_ever_less_often() -> None:
+    request = running()  # since 100.0
+    assert request.handle(Looked(), 103.9) == []
+    ask = [AskAfterJob(job_id=job(0), workers=(P0, D0))]
+    assert request.handle(Looked(), 104.1) == ask
+    assert request.handle(Looked(), 105.1) == []
+    assert request.handle(Looked(), 112.2) == ask
+    request.handle(first(0, 0, 50), 113.0)
+    assert request.handle(Looked(), 116.9) == []
+    assert request.handle(Looked(), 117.1) == ask
+
+
+def test_a_request_that_waits_for_a_placement_asks_nobody() -> None:
+    request = core()
+    assert request.handle(Looked(), 500.0) == []
+
+
+def test_a_first_token_that_was_lost_is_drawn_again() -> None:
+    """Its prefill is over, and knows nothing of it any more."""
+    request = running()
+    commands = request.handle(JobForgotten(job_id=job(0), instance_id=P0.instance_id), 105.0)
+    assert asks(commands) == [(job(1), 0.0, ())]
+
+
+def test_prefill_forgets_a_job_whose_first_token_is_here() -> None:
+    request = running()
+    request.handle(first(0, 0, 50), 101.0)
+    assert request.handle(JobForgotten(job_id=job(0), instance_id=P0.instance_id), 105.0) == []
+    commands = request.handle(JobForgotten(job_id=job(0), instance_id=D0.instance_id), 105.0)
+    assert asks(commands) == [(job(1), 0.0, ())]
+
+
+def test_a_token_that_was_lost_between_others_is_drawn_again() -> None:
+    request = running()
+    request.handle(first(0, 0, 50), 101.0)
+    assert request.handle(entry(0, 2, 52), 101.5) == []
+    assert request.handle(Looked(), 104.9) == []
+    commands = request.handle(Looked(), 105.1)
+    assert asks(commands) == [(job(1), 0.0, ())]
+    assert request.handle(entry(0, 1, 51), 105.2) == [], "of the earlier job"
+
+
+def test_word_that_is_lost_again_and_again_ends_the_request() -> None:
+    request = running()
+    for attempt in range(3):
+        commands = request.handle(JobForgotten(job_id=job(attempt), instance_id=D0.instance_id), 105.0)
+        if attempt < 2:
+            request.handle(Placed(placement=placement(attempt + 1)), 105.0)
+            request.handle(JobsAccepted(job_id=job(attempt + 1)), 105.0)
+    assert isinstance(commands[-1], Fail)
+
+
+def test_an_answer_about_an_earlier_job_means_nothing() -> None:
+    request = running()
+    request.handle(failed(0, D0), 101.0)
+    assert request.handle(JobForgotten(job_id=job(0), instance_id=D0.instance_id), 101.0) == []

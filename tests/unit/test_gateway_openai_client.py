@@ -5,6 +5,7 @@ import http.client
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import openai
 import orjson
@@ -13,6 +14,7 @@ import uvicorn
 
 from mooncake_mesh.errors import Aborted, Rejected
 from mooncake_mesh.gateway.api import TokenEvent, TokenRequest
+from mooncake_mesh.gateway.tokenizer import ByteTokenizer
 from tests.unit.gateway_doubles import MODEL, Gateway, fails, hangs, says
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -199,3 +201,61 @@ def test_an_idle_stream_does_not_hold_the_others_up(client: openai.OpenAI, serve
         next(iter(stream))
         served.gateway.mesh.script = says("ok")
         assert client.chat.completions.create(model=MODEL, messages=MESSAGES).choices[0].message.content == "ok"
+
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells the weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+CALLS = (
+    'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+)
+
+
+def test_tool_calls_make_the_round_trip(served: Served, client: openai.OpenAI) -> None:
+    """Asked, called, answered: the package's own objects go back into the conversation as they came."""
+    served.gateway.mesh.script = says(CALLS)
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look.\n"
+    calls = choice.message.tool_calls
+    assert [(call.type, call.function.name) for call in calls] == [("function", "weather")] * 2
+    assert [orjson.loads(call.function.arguments) for call in calls] == [{"city": "Ulm"}, {"city": "Bern"}]
+    assert len({call.id for call in calls}) == 2
+    served.gateway.mesh.script = says("Rain in both.")
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in calls]
+    last = client.chat.completions.create(model=MODEL, messages=[*MESSAGES, choice.message, *results], tools=TOOLS)
+    assert (last.choices[0].message.content, last.choices[0].finish_reason) == ("Rain in both.", "stop")
+    assert last.choices[0].message.tool_calls is None
+    prompt = ByteTokenizer().decode(served.gateway.mesh.requests[-1].prompt)
+    assert prompt.count("<tool_response>\nrain\n</tool_response>") == 2
+    assert CALLS in prompt
+
+
+def test_streamed_tool_calls_add_up_in_the_package(served: Served, client: openai.OpenAI) -> None:
+    served.gateway.mesh.script = says(CALLS)
+    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=TOOLS) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    message = final.choices[0].message
+    assert final.choices[0].finish_reason == "tool_calls"
+    assert message.content == "I look.\n"
+    assert [call.function.arguments for call in message.tool_calls] == ['{"city": "Ulm"}', '{"city": "Bern"}']
+    assert kinds.count("tool_calls.function.arguments.delta") > 2  # as they came
+    assert kinds.count("tool_calls.function.arguments.done") == 2
+
+
+def test_without_a_choice_calls_are_text(served: Served, client: openai.OpenAI) -> None:
+    served.gateway.mesh.script = says(CALLS)
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, tool_choice="none")
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALLS, "stop")
+    plain = client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert plain.choices[0].message.content == CALLS

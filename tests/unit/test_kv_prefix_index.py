@@ -4,7 +4,7 @@ import tracemalloc
 import pytest
 
 from mooncake_mesh.kv.prefix_index import PrefixIndex
-from mooncake_mesh.kv.prefix_segments import SEGMENT_BLOCKS, SegmentMemo
+from mooncake_mesh.kv.prefix_segments import LONG_BLOCKS, SEGMENT_BLOCKS, SegmentMemo
 from mooncake_proto.ids import BlockKey, NodeId
 
 A, B = NodeId("a"), NodeId("b")
@@ -33,6 +33,19 @@ def test_the_first_hole_ends_a_prefix() -> None:
     index.apply_removed(A, keys[2])
     index.apply_removed(B, keys[0])
     assert index.prefix_blocks(keys) == {A: 2}
+
+
+@pytest.mark.parametrize("blocks", [SEGMENT_BLOCKS, LONG_BLOCKS, LONG_BLOCKS + 40])
+def test_a_prefix_that_is_asked_for_again_and_then_grows_is_seen_to_grow(blocks: int) -> None:
+    """The keys that come were held by nobody."""
+    index, keys = PrefixIndex(max_entries=1_000), chain(blocks)
+    index.apply_all_stored(A, keys[:20])
+    for _ in range(3):
+        assert index.prefix_blocks(keys) == {A: 20}
+    index.apply_stored(A, keys[20])
+    assert index.prefix_blocks(keys) == {A: 21}
+    index.apply_all_stored(A, keys[21:])
+    assert index.prefix_blocks(keys) == {A: blocks}
 
 
 def test_long_prefixes_are_exact_whatever_is_stored_and_evicted_in_between() -> None:

@@ -43,6 +43,7 @@ class Conductor:
         self.refusals = 0
         self.registered = 0
         self.beats: list[Load] = []
+        self.first_loads: list[Load] = []
         self.goodbyes: list[Goodbye] = []
 
     def register(self, register: Register, _: Caller) -> Registered:
@@ -51,6 +52,7 @@ class Conductor:
             self.refusals -= 1
             raise Refused("incompatible_model", "another model is served here")
         self.registered += 1
+        self.first_loads.append(register.load)
         self.knows_me = True
         return Registered(conductor=self.life, heartbeat_s=self.heartbeat_s, publish_endpoint=self.publish)
 
@@ -86,7 +88,8 @@ def test_registers_beats_and_says_goodbye(run: Run[None]) -> None:
             async with running(membership):
                 await soon(membership.registered.wait())
                 await until(lambda: len(conductor.beats) >= 3)
-                assert [load.queued_jobs for load in conductor.beats[:3]] == [0, 1, 2]
+                said = [*conductor.first_loads, *conductor.beats[:3]]
+                assert [load.queued_jobs for load in said] == [0, 1, 2, 3], "its registration says it already"
                 await membership.leave()
                 await until(lambda: conductor.goodbyes)
             assert conductor.goodbyes == [Goodbye(instance_id=ME.instance_id, incarnation=ME.incarnation)]

@@ -35,7 +35,7 @@ def health_of(table: PeerTable) -> Health | None:
 
 
 def test_a_member_joins_once_and_beats_in_silence(table: PeerTable) -> None:
-    assert table.join(FIRST, 0.0) == [Joined(member=FIRST)]
+    assert table.join(FIRST, Load(), 0.0) == [Joined(member=FIRST)]
     assert table.beat(DECODE, FIRST.incarnation, Load(queued_jobs=4), 2.0) == []
     assert table.expire(4.9) == []
     assert table.revision == 1
@@ -43,12 +43,33 @@ def test_a_member_joins_once_and_beats_in_silence(table: PeerTable) -> None:
     assert (lease.member, lease.health, lease.load, lease.renewed_s) == (FIRST, Health.ALIVE, Load(queued_jobs=4), 2.0)
 
 
+def test_a_keeper_that_slept_holds_it_against_nobody() -> None:
+    """Stopped for ten seconds, it heard no beats; but who is silent all along dies, however slow its looks are."""
+    table = PeerTable(suspect_after_s=3.0, dead_after_s=6.0, look_every_s=1.0)
+    table.join(FIRST, Load(), 0.0)
+    assert table.expire(0.5) == []
+    assert table.expire(10.5) == []
+    assert table.beat(DECODE, FIRST.incarnation, Load(), 10.6) == []
+    health = [event.health for now_s in range(12, 30, 2) for event in table.expire(float(now_s))]
+    assert health == [Health.SUSPECT, Health.DEAD]
+
+
+def test_a_beat_after_the_sleep_is_no_beat_from_the_future() -> None:
+    table = PeerTable(suspect_after_s=3.0, dead_after_s=6.0, look_every_s=1.0)
+    table.join(FIRST, Load(), 0.0)
+    table.expire(0.5)
+    table.beat(DECODE, FIRST.incarnation, Load(), 10.4)
+    table.expire(10.5)
+    [lease] = table
+    assert lease.renewed_s == 10.5
+
+
 @pytest.mark.parametrize(
     ("age_s", "health"),
     [(2.999, Health.ALIVE), (3.0, Health.SUSPECT), (5.999, Health.SUSPECT), (6.0, Health.DEAD), (59.9, Health.DEAD)],
 )
 def test_age_decides_health(table: PeerTable, age_s: float, health: Health) -> None:
-    table.join(FIRST, 100.0)
+    table.join(FIRST, Load(), 100.0)
     events = table.expire(100.0 + age_s)
     assert health_of(table) is health
     assert events == ([] if health is Health.ALIVE else [HealthChanged(member=FIRST, health=health)])
@@ -56,23 +77,23 @@ def test_age_decides_health(table: PeerTable, age_s: float, health: Health) -> N
 
 
 def test_a_suspect_that_beats_is_alive_again(table: PeerTable) -> None:
-    table.join(FIRST, 0.0)
+    table.join(FIRST, Load(), 0.0)
     table.expire(4.0)
     assert table.beat(DECODE, FIRST.incarnation, Load(), 4.5) == [HealthChanged(member=FIRST, health=Health.ALIVE)]
     assert table.expire(7.4) == []
 
 
 def test_the_dead_do_not_beat_they_join(table: PeerTable) -> None:
-    table.join(FIRST, 0.0)
+    table.join(FIRST, Load(), 0.0)
     table.expire(6.0)
     assert table.beat(DECODE, FIRST.incarnation, Load(), 6.5) is None
     assert health_of(table) is Health.DEAD
-    assert table.join(FIRST, 7.0) == [Joined(member=FIRST)]
+    assert table.join(FIRST, Load(), 7.0) == [Joined(member=FIRST)]
     assert health_of(table) is Health.ALIVE
 
 
 def test_the_long_dead_are_forgotten(table: PeerTable) -> None:
-    table.join(FIRST, 0.0)
+    table.join(FIRST, Load(), 0.0)
     table.expire(6.0)
     assert table.expire(60.0) == []
     assert list(table) == []
@@ -80,9 +101,9 @@ def test_the_long_dead_are_forgotten(table: PeerTable) -> None:
 
 
 def test_a_restarted_process_kills_its_older_self_at_once(table: PeerTable) -> None:
-    table.join(FIRST, 0.0)
+    table.join(FIRST, Load(), 0.0)
     table.beat(DECODE, FIRST.incarnation, Load(queued_jobs=9), 0.5)
-    assert table.join(SECOND, 1.0) == [HealthChanged(member=FIRST, health=Health.DEAD), Joined(member=SECOND)]
+    assert table.join(SECOND, Load(), 1.0) == [HealthChanged(member=FIRST, health=Health.DEAD), Joined(member=SECOND)]
     [lease] = table
     assert lease.load == Load(), "the load was the old process's"
     assert table.beat(DECODE, FIRST.incarnation, Load(), 1.5) is None
@@ -91,24 +112,24 @@ def test_a_restarted_process_kills_its_older_self_at_once(table: PeerTable) -> N
 
 
 def test_a_death_is_reported_once(table: PeerTable) -> None:
-    table.join(FIRST, 0.0)
+    table.join(FIRST, Load(), 0.0)
     assert table.expire(6.0) == [HealthChanged(member=FIRST, health=Health.DEAD)]
-    assert table.join(SECOND, 7.0) == [Joined(member=SECOND)]
+    assert table.join(SECOND, Load(), 7.0) == [Joined(member=SECOND)]
     assert table.expire(13.0) == [HealthChanged(member=SECOND, health=Health.DEAD)]
     assert table.leave(DECODE, SECOND.incarnation) == []
     assert list(table) == []
 
 
-def test_joining_again_keeps_the_load(table: PeerTable) -> None:
-    table.join(FIRST, 0.0)
+def test_who_joins_says_what_it_has_to_do(table: PeerTable) -> None:
+    table.join(FIRST, Load(queued_jobs=1), 0.0)
     table.beat(DECODE, FIRST.incarnation, Load(queued_jobs=2), 0.5)
-    assert table.join(FIRST, 1.0) == [Joined(member=FIRST)]
+    assert table.join(FIRST, Load(queued_jobs=3), 1.0) == [Joined(member=FIRST)]
     [lease] = table
-    assert lease.load == Load(queued_jobs=2)
+    assert lease.load == Load(queued_jobs=3)
 
 
 def test_an_orderly_goodbye(table: PeerTable) -> None:
-    table.join(FIRST, 0.0)
+    table.join(FIRST, Load(), 0.0)
     assert table.leave(DECODE, FIRST.incarnation) == [HealthChanged(member=FIRST, health=Health.DEAD)]
     assert list(table) == []
     assert table.leave(DECODE, FIRST.incarnation) == []
@@ -117,7 +138,7 @@ def test_an_orderly_goodbye(table: PeerTable) -> None:
 
 def test_leases_come_in_order_of_their_names(table: PeerTable) -> None:
     for name in ("c", "a", "b"):
-        table.join(member("i", InstanceId(name)), 0.0)
+        table.join(member("i", InstanceId(name)), Load(), 0.0)
     assert [lease.member.instance_id for lease in table] == ["a", "b", "c"]
 
 
@@ -162,7 +183,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(key=INSTANCES, incarnation=INCARNATIONS)
     def join(self, key: InstanceId, incarnation: Incarnation) -> None:
-        self.hear(self.table.join(member(incarnation, key), self.now_s))
+        self.hear(self.table.join(member(incarnation, key), Load(), self.now_s))
 
     @rule(key=INSTANCES, incarnation=INCARNATIONS)
     def beat(self, key: InstanceId, incarnation: Incarnation) -> None:

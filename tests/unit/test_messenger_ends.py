@@ -57,12 +57,29 @@ class Peer:
         return answer
 
 
+class Peers:
+    """All endpoints are one *peer*, which does not answer while it is not ``there``."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self.there = True
+
+    def get(self, _: str) -> Peer:
+        return self._peer
+
+    async def reach(self, endpoint: str, *, timeout_s: float = 2.0) -> Peer:
+        if not self.there:
+            raise PeerUnreachable(f"{endpoint}: no connection within {timeout_s:g} s")
+        return self._peer
+
+
 class Rig:
     """One messenger from its event loop down to the pool; its sockets are doubles."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.peer = Peer()
-        peers = cast(Any, SimpleNamespace(get=lambda _: self.peer))
+        self.peers = Peers(self.peer)
+        peers = cast(Any, self.peers)
         self.core = MessengerCore(n_blocks=N_BLOCKS, block_bytes=BLOCK_BYTES)
         arena = memoryview(bytearray(N_BLOCKS * BLOCK_BYTES))
         info = ArenaInfo(
@@ -260,6 +277,34 @@ def test_a_fetch_ends_with_the_messenger_it_comes_from() -> None:
     _run(scenario)
 
 
+def test_a_fetch_from_a_node_that_is_gone_waits_for_nobody() -> None:
+    """The conductor may say for seconds that a dead node has a prefix."""
+
+    async def scenario(rig: Rig, _: asyncio.TaskGroup) -> None:
+        rig.peers.there = False
+        assert (await rig.acquire("j", fetch_from=OTHER, fetch_blocks=1)).cached_blocks == 0
+        assert rig.core.n_jobs == 1, "the job's own blocks, and none of the fetch"
+        rig.cut.end_job(JobId("j"), "done")
+
+    _run(scenario)
+
+
+def test_a_push_to_a_node_that_is_gone_holds_nothing() -> None:
+    """Asked for before its receiver died, heard of afterwards."""
+
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        await rig.acquire("j")
+        rig.core.seal(JobId("j"), 0, [KEY])
+        rig.cut.end_job(JobId("j"), "done")
+        rig.peers.there = False
+        push = PushBlocks(transfer_id=T, target=OTHER, keys=join_keys([KEY]), deadline_s=20.0)
+        assert (await rig.cut.push_blocks(push)).n_blocks == 1
+        await until(lambda: rig.core.n_jobs == 0, "the push to be given up")
+        assert rig.core.pool.evictable_blocks == 1
+
+    _run(scenario)
+
+
 def test_a_prefix_that_two_jobs_want_is_fetched_by_one_at_a_time() -> None:
     async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
         def asked() -> int:
@@ -305,6 +350,21 @@ def test_a_worker_of_an_earlier_life_of_the_messenger_gets_no_blocks() -> None:
         rig.cut.came(Incarnation("older"))
         await rig.acquire("j", Incarnation("older"))
         rig.cut.worker_gone(Holder(instance_id=WORKER.instance_id, incarnation=Incarnation("older")))
+        assert rig.core.n_jobs == 0
+
+    _run(scenario)
+
+
+def test_a_release_that_overtakes_its_acquire_is_not_forgotten() -> None:
+    """A worker gave a job up while the messenger was stopped; the Acquire comes by the older connection."""
+
+    async def scenario(rig: Rig, _: asyncio.TaskGroup) -> None:
+        rig.cut.release(JobId("j"))
+        with pytest.raises(SliceLost, match="released before"):
+            await rig.acquire("j")
+        assert rig.core.n_jobs == 0
+        await rig.acquire("k")
+        rig.cut.release(JobId("k"))
         assert rig.core.n_jobs == 0
 
     _run(scenario)

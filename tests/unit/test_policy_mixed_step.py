@@ -63,6 +63,7 @@ def test_a_prompt_is_computed_whole_in_chunks_that_keep_the_limit(
         # a batch stays for a stretch, and each of its sequences has a token more after each step
         n, context = batches[turn // STRETCH_CHUNKS % len(batches)]
         prompt = line.begin(0.0, n, context + turn % STRETCH_CHUNKS * n)
+        assert prompt is not None
         tokens = prompt.next_tokens
         context += turn % STRETCH_CHUNKS * n
         assert tokens <= CHUNK_GRAIN_TOKENS or step_s(step, n, context, tokens, done) <= limit_s + 1e-9
@@ -73,3 +74,23 @@ def test_a_prompt_is_computed_whole_in_chunks_that_keep_the_limit(
     assert (done, keys) == (prompt_tokens, prompt_tokens // 16)
     assert line.pop().sequence is one
     assert not line
+
+
+def test_a_step_for_which_somebody_has_waited_is_as_much_shorter() -> None:
+    step = mixed_step(POLYNOMIAL, 1.0, 0.1)
+    line = PromptLine(block_tokens=16)
+    line.add(sequence("a", 4_000, step=step), tuple(range(251)), 0)
+
+    def chunk(waited_s: float) -> int | None:
+        prompt = line.begin(0.0, 1, 0, waited_s)
+        return None if prompt is None else prompt.next_tokens
+
+    whole = chunk(0.0)
+    shorter = chunk(0.04)
+    assert whole is not None
+    assert shorter is not None
+    assert step_s(step, 1, 0, shorter, 0) <= 0.06 < step_s(step, 1, 0, whole, 0)
+    assert chunk(0.09) is None, "the step alone takes 0.02 s"
+    assert chunk(0.2) == whole, "nobody is helped any more"
+    line.computed()
+    assert line.waiting() == ((4_000 - whole, whole),)

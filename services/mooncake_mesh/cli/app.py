@@ -38,7 +38,9 @@ _SUMMARIES: Final = {
 
 _SIMULATE: Final = "simulate"
 _KEYS: Final = "keys"
-"""These two run no process of a mesh: their flags are their own, and no configuration is read for them."""
+_DRAIN: Final = "drain"
+_TRACE: Final = "trace"
+"""These run no process of a mesh: their flags are their own, and no configuration is read for them."""
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
@@ -52,6 +54,16 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         from mooncake_mesh.cli import keys
 
         return keys.run(given[1:])
+    if given[:1] == [_DRAIN]:
+        from mooncake_mesh.cli import drain
+
+        _log_errors_only(_DRAIN)
+        return drain.run(given[1:])
+    if given[:1] == [_TRACE]:
+        from mooncake_mesh.cli import trace
+
+        _log_errors_only(_TRACE)
+        return trace.run(given[1:])
     arguments = _parser().parse_args(argv)
     name: str = arguments.command
     try:
@@ -82,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         add_flags(command, SECTIONS[name])
     commands.add_parser(_SIMULATE, help="replay a request trace on a simulated mesh", add_help=False)
     commands.add_parser(_KEYS, help="make the keys of a mesh, and say who may come in", add_help=False)
+    commands.add_parser(_DRAIN, help="take workers out of service without a failed request", add_help=False)
+    commands.add_parser(_TRACE, help="show the life of one request as a timeline", add_help=False)
     return parser
 
 

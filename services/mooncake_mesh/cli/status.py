@@ -14,6 +14,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
+from mooncake_mesh.cli.drain_state import drain_state
 from mooncake_mesh.config_commands import StatusConfig
 from mooncake_mesh.errors import MooncakeError
 from mooncake_mesh.mesh import key_folder
@@ -131,7 +132,8 @@ def _sort_key(state: MemberState) -> tuple[int, str]:
 
 def _row(state: MemberState) -> tuple[str, ...]:
     member, load = state.member, state.load
-    health = "draining" if load.draining and state.health is Health.ALIVE else state.health.value
+    is_drained = load.draining and state.health is Health.ALIVE
+    health = drain_state(state).value if is_drained else state.health.value
     return (
         member.role.value,
         member.instance_id,

@@ -22,6 +22,7 @@ from mooncake_mesh.client.answers import (
     CompletionChoice,
     Delta,
     Model,
+    ToolCall,
     Usage,
 )
 from mooncake_mesh.client.sync import SyncAnswerStream, SyncMooncakeClient
@@ -44,7 +45,7 @@ from mooncake_mesh.errors import (
     SlowReader,
     TooLong,
 )
-from mooncake_proto.client import HealthReport
+from mooncake_proto.client import HealthReport, RequestTrace, TraceStep
 from mooncake_proto.errors import WireError
 
 __all__ = [
@@ -75,11 +76,14 @@ __all__ = [
     "Rejected",
     "RemoteFailure",
     "RequestError",
+    "RequestTrace",
     "SlowReader",
     "SyncAnswerStream",
     "SyncMooncakeClient",
     "Timeouts",
     "TooLong",
+    "ToolCall",
+    "TraceStep",
     "Usage",
     "WireError",
 ]

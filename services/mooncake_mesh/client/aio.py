@@ -34,6 +34,9 @@ from mooncake_proto.client import (
     Models,
     ModelsQuery,
     Operation,
+    RequestTrace,
+    TraceQuery,
+    Traces,
 )
 from mooncake_proto.control import Ok
 from mooncake_proto.errors import WireError
@@ -217,6 +220,12 @@ class MooncakeClient:
     async def health(self) -> HealthReport:
         """Whether the gateway lives, and whether the mesh behind it takes requests; if not, why."""
         return await self._ask(HealthQuery(), HealthReport)
+
+    async def trace(self, request_id: str) -> tuple[RequestTrace, ...]:
+        """What became of the request whose answer has this ``id``, a trace for each choice; empty when the gateway that
+        is asked does not know it any more."""
+        query = TraceQuery(request_id=request_id, api_key=self._api_key)
+        return (await self._ask(query, Traces)).traces
 
     async def _ask(self, query: object, expect: type[R]) -> R:
         try:

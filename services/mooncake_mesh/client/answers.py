@@ -25,14 +25,26 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call of a function that the request offered; ``arguments`` is a JSON object as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
+    """``content`` is empty where there are only calls."""
+
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatChoice:
-    """``finish_reason`` is "stop" or "length". ``logprobs`` is OpenAI's object, where it was asked for."""
+    """``finish_reason`` is "stop", "length" or "tool_calls". ``logprobs`` is OpenAI's object, where asked for."""
 
     index: int
     message: ChatMessage
@@ -58,7 +70,7 @@ class ChatCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What is new of a message."""
+    """What is new of a message. New parts of tool calls are in the chunk's ``raw``, as OpenAI streams them."""
 
     content: str
     role: str | None = None
@@ -139,7 +151,7 @@ def read_chat(data: bytes) -> ChatCompletion:
         choices = tuple(
             ChatChoice(
                 index=choice["index"],
-                message=ChatMessage(role=choice["message"]["role"], content=choice["message"]["content"]),
+                message=_message(choice["message"]),
                 finish_reason=choice["finish_reason"],
                 logprobs=choice.get("logprobs"),
             )
@@ -197,6 +209,15 @@ def read_models(data: bytes) -> tuple[Model, ...]:
         )
 
     return _read(data, read)
+
+
+def _message(raw: Json) -> ChatMessage:
+    calls = tuple(
+        ToolCall(id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
+        for call in raw.get("tool_calls") or ()
+    )
+    content = raw["content"]
+    return ChatMessage(role=raw["role"], content="" if content is None and calls else content, tool_calls=calls)
 
 
 def _read(data: bytes, read: Callable[[Json], T]) -> T:

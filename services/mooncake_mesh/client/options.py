@@ -4,11 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 Message = Mapping[str, Any]
-"""``{"role": "user", "content": "Hello"}``; role is system, user or assistant."""
+"""``{"role": "user", "content": "Hello"}``; role is system, user, assistant or tool."""
 
 
 class Options(TypedDict, total=False):
-    """Every option may be left out. ``temperature`` 0 takes the likeliest token; ``seed`` makes answers repeatable."""
+    """Every option may be left out. ``temperature`` 0 takes the likeliest token; ``seed`` makes answers repeatable.
+
+    ``response_format`` and ``structured_outputs`` say what the answer has to be (docs/api.md).
+    """
 
     n: int
     max_tokens: int | None
@@ -26,6 +29,9 @@ class Options(TypedDict, total=False):
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     ignore_eos: bool
+    logit_bias: Mapping[str, float]
+    response_format: Mapping[str, Any]
+    structured_outputs: Mapping[str, Any]
     cache_salt: str
     return_token_ids: bool
     add_special_tokens: bool
@@ -36,6 +42,9 @@ class Options(TypedDict, total=False):
 
 class ChatOptions(Options, total=False):
     max_completion_tokens: int | None
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
     logprobs: bool
     top_logprobs: int | None
 

@@ -13,7 +13,7 @@ from mooncake_mesh.client.answers import ChatCompletion, ChatCompletionChunk, Co
 from mooncake_mesh.client.options import ChatOptions, CompletionOptions, Message
 from mooncake_mesh.client.timeouts import Timeouts
 from mooncake_mesh.errors import PeerUnreachable
-from mooncake_proto.client import HealthReport
+from mooncake_proto.client import HealthReport, RequestTrace
 
 C = TypeVar("C")
 A = TypeVar("A")
@@ -208,6 +208,10 @@ class SyncMooncakeClient:
     def health(self) -> HealthReport:
         """Whether the gateway lives, and whether the mesh behind it takes requests; if not, why."""
         return self._loop.run(self._client.health())
+
+    def trace(self, request_id: str) -> tuple[RequestTrace, ...]:
+        """What became of the request whose answer has this ``id``."""
+        return self._loop.run(self._client.trace(request_id))
 
     @property
     def _client(self) -> MooncakeClient:

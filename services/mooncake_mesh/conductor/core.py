@@ -34,6 +34,10 @@ from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
 from mooncake_proto.serving import DecodeGate, Outcome, Outcomes, Placement, Rejected, Schedule, WorkerRef
 from mooncake_proto.transfer import ReadAhead, Replicate
 
+_MISSING: Final = {f"no_{role.value}_instance": role for role in WORKERS}
+_NOT_READY: Final = {role: unavailable(f"{role.value}_not_ready") for role in WORKERS}
+"""Reasons for which it makes sense to ask again in a moment."""
+
 _LEAST_KEEP_S: Final = 5.0
 _KEEP_PER_TTFT: Final = 2.0
 _MOST_KEEP_S: Final = 60.0
@@ -91,8 +95,8 @@ class ConductorCore:
 
     # --- members ------------------------------------------------------------------------------------------------------
 
-    def register(self, member: Member, now_s: float) -> list[PeerEvent] | Incompatible:
-        """Enter a member, or say what keeps it out."""
+    def register(self, member: Member, load: Load, now_s: float) -> list[PeerEvent] | Incompatible:
+        """Enter a member, which reports *load*, or say what keeps it out."""
         if member.role in WORKERS:
             difference = self._difference(member)
             if difference is not None:
@@ -101,8 +105,10 @@ class ConductorCore:
             feed = self._feeds.get(member.node_id)
             if feed is None or feed.incarnation != member.incarnation:
                 self._feeds[member.node_id] = NodeFeed(self._index, member.node_id, member.incarnation)
-        events = self._after(self._peers.join(member, now_s))
+        events = self._after(self._peers.join(member, load, now_s))
         self._roster.joined(member)
+        if lease := self._peers.get(member.instance_id):
+            self._roster.reported(lease, now_s)
         return events
 
     def heartbeat(
@@ -213,7 +219,9 @@ class ConductorCore:
                 return others
             view = others
         view = seen_by(request.priority, view)
-        return place(shape, view, cost, objectives, self._scheduling)
+        placed = place(shape, view, cost, objectives, self._scheduling)
+        role = _MISSING.get(placed.reason) if isinstance(placed, Refused) else None
+        return placed if role is None or not self._roster.is_getting_ready(request.model, role) else _NOT_READY[role]
 
     def _gate(self, shape: RequestShape, placed: Placed, view: ClusterView) -> DecodeGate | None:
         instance = next(instance for instance in view.decode if instance.instance_id == placed.decode)

@@ -221,6 +221,8 @@ _REFUSALS: Final = {
     "no_worker": "no instance serves this model",
     "no_prefill_instance": "no prefill instance takes work",
     "no_decode_instance": "no decode instance takes work",
+    "prefill_not_ready": "prefill instances are there, and none takes work yet",
+    "decode_not_ready": "decode instances are there, and none takes work yet",
     "prefill_pool_too_small": "the prompt has more blocks than any prefill node",
     "decode_pool_too_small": "the prompt and its answer have more blocks than any decode node",
     "prefill_pool_full": "no prefill node has the blocks free now",

@@ -53,7 +53,11 @@ def conductor_core(
     cost, kinds = _cost_models(config.cost_profile)
     given: dict[str, Any] = {
         "incarnation": incarnation,
-        "peers": PeerTable(suspect_after_s=config.suspect_after_s, dead_after_s=config.dead_after_s),
+        "peers": PeerTable(
+            suspect_after_s=config.suspect_after_s,
+            dead_after_s=config.dead_after_s,
+            look_every_s=config.heartbeat_s,
+        ),
         "index": PrefixIndex(max_entries=config.index_max_blocks),
         "cost": cost,
         "kinds": kinds,

@@ -67,9 +67,9 @@ class RecordedCore(ConductorCore):
         self._recording = recording
         self._now_s = self._started_s
 
-    def register(self, member: Member, now_s: float) -> list[PeerEvent] | Incompatible:
-        answer = super().register(member, now_s)
-        self._note(now_s, Register(member=member), answer)
+    def register(self, member: Member, load: Load, now_s: float) -> list[PeerEvent] | Incompatible:
+        answer = super().register(member, load, now_s)
+        self._note(now_s, Register(member=member, load=load), answer)
         return answer
 
     def heartbeat(
@@ -164,8 +164,8 @@ def _answer(core: ConductorCore, event: Recorded) -> object:
     match event.message:
         case None:
             return core.expire(event.now_s)
-        case Register(member=member):
-            return core.register(member, event.now_s)
+        case Register(member=member, load=load):
+            return core.register(member, load, event.now_s)
         case Heartbeat() as beat:
             return core.heartbeat(beat.instance_id, beat.incarnation, beat.load, event.now_s)
         case Goodbye() as goodbye:

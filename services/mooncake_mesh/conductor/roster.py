@@ -14,6 +14,7 @@ from mooncake_mesh.conductor.reckoning import QueueReckoning
 from mooncake_mesh.conductor.snapshots import (
     NodeRoom,
     Pending,
+    PromptQueue,
     PromptTimes,
     decode_view,
     node_room,
@@ -88,6 +89,7 @@ class Roster:
         self._messengers: dict[NodeId, InstanceId] = {}
         self._pending: defaultdict[InstanceId, deque[Pending]] = defaultdict(deque)
         self._queues: defaultdict[InstanceId, QueueReckoning] = defaultdict(QueueReckoning)
+        self._reports: dict[InstanceId, tuple[Lease, float, PromptQueue]] = {}  # as of that lease and pace
         self._last_placed: dict[InstanceId, int] = {}
         self._n_placed = 0
         self._corrections: dict[InstanceId, Correction] = {}
@@ -117,6 +119,7 @@ class Roster:
         """A member died or left."""
         self._pending.pop(instance_id, None)
         self._queues.pop(instance_id, None)
+        self._reports.pop(instance_id, None)
         self._last_placed.pop(instance_id, None)
         self._corrections.pop(instance_id, None)
         self._seen.pop(instance_id, None)
@@ -209,6 +212,17 @@ class Roster:
             and node.load.blocks_total > 0
         )
 
+    def is_getting_ready(self, model: str, role: Role) -> bool:
+        """Whether an instance is alive that takes no work now: its node's arena, or a stage, is not there yet."""
+        return any(
+            lease.member.role is role
+            and lease.member.model is not None
+            and lease.member.model.name == model
+            and lease.health is Health.ALIVE
+            and not self.takes_work(lease)
+            for lease in self._peers
+        )
+
     def messenger(self, node_id: NodeId) -> Lease | None:
         """The lease of a node's messenger, however it is."""
         instance_id = self._messengers.get(node_id)
@@ -282,7 +296,8 @@ class Roster:
         last_placed = self._last_placed.get(member.instance_id, 0)
         if member.role is Role.PREFILL:
             until_s = self._queues[member.instance_id].busy_until_s
-            return prefill_view(lease, room, pending, self._times, pace, busy_until_s=until_s, last_placed=last_placed)
+            reported = self._reported(lease, pace)
+            return prefill_view(lease, room, reported, pending, pace, busy_until_s=until_s, last_placed=last_placed)
         return decode_view(
             lease,
             room,
@@ -294,11 +309,19 @@ class Roster:
             last_placed=last_placed,
         )
 
+    def _reported(self, lease: Lease, pace: float) -> PromptQueue:
+        """The queue of a report, made once: between two beats only what is placed behind it changes."""
+        instance_id = lease.member.instance_id
+        known = self._reports.get(instance_id)
+        if known is None or known[0] is not lease or known[1] != pace:
+            known = self._reports[instance_id] = (lease, pace, reported_queue(lease.load, self._times, pace))
+        return known[2]
+
     def _reckon(self, lease: Lease, now_s: float) -> None:
         """Hold a prefill instance's report against its placements; those that it counts are pending no more."""
         instance_id, load = lease.member.instance_id, lease.load
         pace, pending = self.pace(instance_id), self._pending[instance_id]
-        queued_s = [prompt.prefill_s for prompt in reported_queue(load, self._times, pace)]
+        queued_s = self._reported(lease, pace).reported_s
         unseen_s = [work.prefill_s for work in pending]
         for _ in range(self._queues[instance_id].reported(queued_s, load.prefill_elapsed_s, unseen_s, now_s)):
             pending.popleft()

@@ -105,7 +105,7 @@ class ConductorService:
     # --- members ------------------------------------------------------------------------------------------------------
 
     def _register(self, request: Register, _: Caller) -> Registered:
-        result = self._core.register(request.member, monotonic())
+        result = self._core.register(request.member, request.load, monotonic())
         if isinstance(result, Incompatible):
             log.warning("member_refused", instance_id=request.member.instance_id, difference=result.difference)
             raise Refused("incompatible_member", result.difference)

@@ -1,8 +1,8 @@
 """From what an instance reported and what was placed on it since to the view that a policy sees. Pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, overload
 
 from mooncake_mesh.mesh.peers import Lease
 from mooncake_mesh.policy.cost_model import CostModel
@@ -49,56 +49,115 @@ def node_room(reported: Load, pending: Sequence[Pending]) -> NodeRoom:
     )
 
 
-class PromptTimes:
-    """Prompts of a queue with the time that each takes. The same ones are reported with every beat while they wait."""
+class PromptTimes(dict[tuple[int, int], float]):
+    """How long a prompt of (uncached, cached) tokens takes by the cost model.
+
+    The same ones are reported with every beat while they wait.
+    """
 
     def __init__(self, cost: CostModel) -> None:
+        super().__init__()
         self._cost = cost
-        self._known: dict[tuple[int, int, float, int], QueuedPrompt] = {}
 
-    def queued(self, uncached: int, cached: int, factor: float, priority: int = 0) -> QueuedPrompt:
-        """A prompt at an instance that is *factor* times as slow as the model says."""
-        key = (uncached, cached, factor, priority)
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= _MOST_PROMPTS:
-                self._known.clear()
-            prefill_s = factor * self._cost.prefill_s(uncached, cached)
-            known = self._known[key] = QueuedPrompt(tokens=uncached + cached, prefill_s=prefill_s, priority=priority)
+    def __missing__(self, prompt: tuple[int, int]) -> float:
+        if len(self) >= _MOST_PROMPTS:
+            self.clear()
+        known = self[prompt] = self._cost.prefill_s(*prompt)
         return known
 
 
-def reported_queue(load: Load, times: PromptTimes, factor: float) -> list[QueuedPrompt]:
+class PromptQueue(Sequence[QueuedPrompt]):
+    """The queue of one report, and what was *placed* behind it. Immutable.
+
+    Its prompts are made when somebody looks at one: there may be thousands, and most policies ask for their number.
+    """
+
+    __slots__ = ("_made", "_placed", "_prefills_s", "_priorities", "_prompts")
+
+    def __init__(
+        self,
+        prompts: tuple[tuple[int, int], ...],
+        prefills_s: Sequence[float],
+        priorities: Sequence[int],
+        placed: tuple[QueuedPrompt, ...] = (),
+    ) -> None:
+        self._prompts = prompts
+        self._prefills_s = prefills_s
+        self._priorities = priorities
+        self._placed = placed
+        self._made: tuple[QueuedPrompt, ...] | None = None
+
+    def followed_by(self, placed: tuple[QueuedPrompt, ...]) -> "PromptQueue":
+        return PromptQueue(self._prompts, self._prefills_s, self._priorities, placed)
+
+    def __len__(self) -> int:
+        return len(self._prompts) + len(self._placed)
+
+    @property
+    def least_urgent(self) -> int:
+        """The largest priority among the reported ones."""
+        return max(self._priorities, default=BEGUN)
+
+    @property
+    def reported_s(self) -> Sequence[float]:
+        """How long each of the reported ones takes."""
+        return self._prefills_s
+
+    @overload
+    def __getitem__(self, index: int) -> QueuedPrompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[QueuedPrompt, ...]: ...
+    def __getitem__(self, index: int | slice) -> QueuedPrompt | tuple[QueuedPrompt, ...]:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[QueuedPrompt]:
+        return iter(self._all())
+
+    def _all(self) -> tuple[QueuedPrompt, ...]:
+        if self._made is None:
+            reported = zip(self._prompts, self._prefills_s, self._priorities, strict=True)
+            self._made = (
+                *(
+                    QueuedPrompt(tokens=uncached + cached, prefill_s=prefill_s, priority=priority)
+                    for (uncached, cached), prefill_s, priority in reported
+                ),
+                *self._placed,
+            )
+        return self._made
+
+
+def reported_queue(load: Load, times: PromptTimes, factor: float) -> PromptQueue:
     """The prompts that a prefill instance has accepted and not computed, in their order."""
     prompts = load.queued_prompts or (((load.queued_tokens, 0),) if load.queued_tokens else ())
     priorities = load.queued_priorities if len(load.queued_priorities) == len(prompts) else (0,) * len(prompts)
-    return [
-        times.queued(uncached, cached, factor, priority)
-        for (uncached, cached), priority in zip(prompts, priorities, strict=True)
-    ]
+    return PromptQueue(prompts, [factor * prefill_s for prefill_s in map(times.__getitem__, prompts)], priorities)
 
 
 def prefill_view(
     lease: Lease,
     room: NodeRoom,
+    reported: PromptQueue,
     pending: Sequence[Pending],
-    times: PromptTimes,
     pace: float,
     *,
     busy_until_s: float,
     last_placed: int,
 ) -> InstanceView:
-    """*busy_until_s* is reckoned; a report alone would be as late as its beat."""
-    queue = reported_queue(lease.load, times, pace)
-    queue += [QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s, priority=work.priority) for work in pending]
+    """*pending* follows what was *reported*; *busy_until_s* is reckoned: a report alone would be as late as its
+    beat."""
+    queue, least_urgent = reported, reported.least_urgent
+    if pending:
+        placed = [QueuedPrompt(tokens=w.tokens, prefill_s=w.prefill_s, priority=w.priority) for w in pending]
+        queue = reported.followed_by(tuple(placed))
+        least_urgent = max(least_urgent, *(work.priority for work in pending))
     return InstanceView(
         instance_id=lease.member.instance_id,
         node_id=lease.member.node_id,
         blocks_total=room.blocks_total,
         blocks_available=room.blocks_available,
         busy_until_s=busy_until_s,
-        queue=tuple(queue),
-        least_urgent=max((prompt.priority for prompt in queue), default=BEGUN),
+        queue=queue,
+        least_urgent=least_urgent,
         factor=pace,
         pace=pace,
         last_placed=last_placed,

@@ -16,11 +16,15 @@ sequence that cannot get any makes the youngest one give its place back (its req
 drawn so far, so its text does not change).
 """
 
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from math import inf
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from mooncake_mesh.decode.sequences import (
     ACTIVE,
@@ -33,12 +37,12 @@ from mooncake_mesh.decode.sequences import (
     WholeBlocks,
 )
 from mooncake_mesh.errors import InvalidTransition
-from mooncake_mesh.kv.block_hash import chain, split_keys, token_bytes
+from mooncake_mesh.kv.block_hash import chain, token_bytes
 from mooncake_mesh.policy.cost_model import StepCost
 from mooncake_mesh.policy.decisions import Refused
 from mooncake_mesh.policy.decode_gate import Batch, Candidate, Verdict, overdue, verdicts
 from mooncake_mesh.policy.stopping import finish_after
-from mooncake_proto.ids import BlockKey, JobId
+from mooncake_proto.ids import BLOCK_KEY_BYTES, BlockKey, JobId
 from mooncake_proto.serving import DecodeJob, FinishReason
 
 _MAX_EARLY_TOKENS: Final = 1024
@@ -47,12 +51,14 @@ _GROW_BLOCKS: Final = 4
 _SHARE_BLOCKS: Final = 4
 _DECODED_MEMORY: Final = 0.95
 _RECENT_STEPS: Final = 4
+_ADMISSION: Final = attrgetter("admission")
 
 
 class DecodeCore:
     """All sequences of one decode instance, in order of admission.
 
-    *step_cost* replaces what the jobs' gates say of step times.
+    *step_cost* replaces what the jobs' gates say of step times. What is done at every step costs time by the sequences
+    that do not wait: behind a long prefill queue thousands may wait here.
     """
 
     def __init__(self, *, block_tokens: int, max_batch: int, max_jobs: int, step_cost: StepCost | None = None) -> None:
@@ -61,6 +67,9 @@ class DecodeCore:
         self._max_jobs = max_jobs
         self._step_cost = step_cost
         self._sequences: dict[JobId, DecodeSequence] = {}
+        self._n_admitted = 0
+        self._unheld: list[DecodeSequence] = []  # those that do not wait
+        self._waiting_tokens = 0
         self._gated: dict[JobId, DecodeSequence] = {}
         self._early_tokens: OrderedDict[JobId, int] = OrderedDict()
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=_RECENT_STEPS)
@@ -75,25 +84,29 @@ class DecodeCore:
 
     @property
     def n_waiting(self) -> int:
-        return sum(sequence.is_waiting for sequence in self._sequences.values())
+        return len(self._sequences) - len(self._unheld)
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens of the sequences whose KV, first token or grant is still to come."""
-        return sum(seq.length for seq in self._sequences.values() if seq.is_waiting)
+        return self._waiting_tokens
 
     @property
     def running_tokens(self) -> int:
         """Tokens of all other sequences."""
-        return sum(seq.length for seq in self._sequences.values() if not seq.is_waiting)
+        return sum(seq.length for seq in self._unheld)
 
     def progress(self) -> tuple[tuple[int, int], ...]:
         """(tokens, tokens decoded here) of every sequence that does not wait, in order of admission."""
-        return tuple((seq.length, seq.decoded) for seq in self._sequences.values() if not seq.is_waiting)
+        return tuple([(seq.length, seq.decoded) for seq in self._unheld])
 
     def recent_steps(self) -> tuple[tuple[int, int, float], ...]:
         """(sequences, tokens of KV, seconds) of the last steps, newest last."""
         return tuple(self._recent)
+
+    def unheld(self) -> Sequence[DecodeSequence]:
+        """The sequences of :meth:`progress`; not to be kept."""
+        return self._unheld
 
     def get(self, job_id: JobId) -> DecodeSequence | None:
         return self._sequences.get(job_id)
@@ -111,23 +124,21 @@ class DecodeCore:
             raise InvalidTransition(
                 f"job {job.job_id}", old=self._sequences[job.job_id].stage.value, new=SequenceStage.WAITING.value
             )
-        prompt = np.frombuffer(job.tokens, dtype="<i4")
-        room = max(1, job.stopping.max_new_tokens - job.drawn_tokens)
-        tokens = np.zeros(len(prompt) + room, dtype=np.int32)
-        tokens[: len(prompt)] = prompt
-        keys = list(split_keys(job.keys))
+        prompt_tokens, n_keys = len(job.tokens) // 4, len(job.keys) // BLOCK_KEY_BYTES
+        self._n_admitted += 1
         sequence = DecodeSequence(
+            admission=self._n_admitted,
             job=job,
-            prompt_tokens=len(prompt),
-            tokens=tokens,
-            length=len(prompt),
+            prompt_tokens=prompt_tokens,
+            length=prompt_tokens,
             drawn=job.drawn_tokens,
             admitted_s=now_s,
             is_granted=job.gate is None,
-            last_key=keys[-1] if keys else BlockKey(job.key_root),
-            sealed_blocks=len(keys),
+            last_key=BlockKey(job.keys[-BLOCK_KEY_BYTES:] if n_keys else job.key_root),
+            sealed_blocks=n_keys,
         )
         self._sequences[job.job_id] = sequence
+        self._waiting_tokens += sequence.length
         if job.gate is not None:
             self._gated[job.job_id] = sequence
         if (early := self._early_tokens.pop(job.job_id, None)) is not None:
@@ -140,8 +151,8 @@ class DecodeCore:
         sequence.is_landed = True
         self._perhaps_ready(sequence)
 
-    def first_token(self, job_id: JobId, token: int) -> None:
-        """The token that prefill drew; a second one changes nothing.
+    def first_token(self, job_id: JobId, token: int, now_s: float = inf) -> None:
+        """The token that prefill drew, known since *now_s*; a second one changes nothing.
 
         One for an unknown job is kept for a while: a fast prefill may be done before the job has arrived here.
         """
@@ -155,6 +166,8 @@ class DecodeCore:
             return
         self._append(sequence, token)
         sequence.has_first_token = True
+        if sequence.is_granted:
+            sequence.shown_s = now_s
         self._perhaps_ready(sequence)
 
     def prefilled(self, sequence: DecodeSequence, blocks: Sequence[int], token: int) -> FinishReason | None:
@@ -183,6 +196,8 @@ class DecodeCore:
         for sequence, verdict in zip(ready, found, strict=True):
             if verdict is Verdict.GRANTED:
                 sequence.is_granted = True
+                sequence.shown_s = now_s
+                self._waits_no_more(sequence)
                 del self._gated[sequence.job.job_id]
                 granted.append(sequence)
             elif isinstance(verdict, Refused):
@@ -195,8 +210,19 @@ class DecodeCore:
 
     def batch(self) -> Batch:
         """All that may be decoded now, those that are about to join included."""
-        running = [seq for seq in self._sequences.values() if seq.stage in ACTIVE and seq.is_granted]
+        running = [seq for seq in self._unheld if seq.stage in ACTIVE and seq.is_granted]
         return Batch(jobs=len(running), tokens=sum(seq.length for seq in running), max_jobs=self.max_batch)
+
+    def longest_wait_s(self, now_s: float) -> float:
+        """How long those that join the next batch have waited for it since their first token could be shown."""
+        shown_s = [
+            seq.shown_s
+            for seq in self._unheld
+            if seq.stage is SequenceStage.READY
+            and seq.is_granted
+            and len(seq.blocks) * self._block_tokens >= seq.length
+        ]
+        return max(0.0, now_s - min(shown_s, default=inf))
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -206,7 +232,7 @@ class DecodeCore:
         Stalled sequences sit out.
         """
         running, ready, block_tokens = [], [], self._block_tokens
-        for sequence in self._sequences.values():  # the loop of every step: no calls in it
+        for sequence in self._unheld:  # the loop of every step: no calls in it
             if sequence.stop is None and len(sequence.blocks) * block_tokens >= sequence.length:
                 if sequence.stage is SequenceStage.RUNNING:
                     running.append(sequence)
@@ -242,7 +268,7 @@ class DecodeCore:
         """Sequences that will need more blocks soon, marked as growing, and how many."""
         wanted = {}
         block_tokens = self._block_tokens
-        for sequence in self._sequences.values():
+        for sequence in self._unheld:
             if len(sequence.blocks) * block_tokens - sequence.length >= _GROW_AHEAD_TOKENS:  # most, at every step
                 continue
             if sequence.stage not in ACTIVE or sequence.is_growing or sequence.stop is not None:
@@ -293,7 +319,8 @@ class DecodeCore:
         """A sequence that is over has given everything back: it leaves the books."""
         if not sequence.is_over:
             raise InvalidTransition(f"job {sequence.job.job_id}", old=sequence.stage.value, new="forgotten")
-        self._sequences.pop(sequence.job.job_id, None)
+        if self._sequences.pop(sequence.job.job_id, None) is not None:
+            del self._unheld[bisect_left(self._unheld, sequence.admission, key=_ADMISSION)]
         self._gated.pop(sequence.job.job_id, None)
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -303,9 +330,13 @@ class DecodeCore:
         self.decoded_tokens = _DECODED_MEMORY * mean + (1 - _DECODED_MEMORY) * decoded if mean else float(decoded)
 
     def _append(self, sequence: DecodeSequence, token: int) -> None:
+        if sequence.length == sequence.prompt_tokens:
+            sequence.tokens = _tokens(sequence)
         sequence.tokens[sequence.length] = token
         sequence.length += 1
         sequence.drawn += 1
+        if sequence.is_waiting:
+            self._waiting_tokens += 1
 
     def _room_tokens(self, sequence: DecodeSequence) -> int:
         """Further steps that fit into the blocks there are."""
@@ -321,7 +352,23 @@ class DecodeCore:
     def _move(self, sequence: DecodeSequence, stage: SequenceStage) -> None:
         if (sequence.stage, stage) not in MOVES:
             raise InvalidTransition(f"job {sequence.job.job_id}", old=sequence.stage.value, new=stage.value)
-        sequence.stage = stage
+        was_waiting, sequence.stage = sequence.is_waiting, stage
+        if was_waiting:
+            self._waits_no_more(sequence)
+
+    def _waits_no_more(self, sequence: DecodeSequence) -> None:
+        """Enter *sequence* among those that do not wait, unless it still does."""
+        if not sequence.is_waiting:
+            self._waiting_tokens -= sequence.length
+            self._unheld.insert(bisect_left(self._unheld, sequence.admission, key=_ADMISSION), sequence)
+
+
+def _tokens(sequence: DecodeSequence) -> npt.NDArray[np.int32]:
+    """Its prompt, and room for all that may be drawn."""
+    job, prompt = sequence.job, sequence.prompt
+    tokens = np.zeros(len(prompt) + max(1, job.stopping.max_new_tokens - job.drawn_tokens), dtype=np.int32)
+    tokens[: len(prompt)] = prompt
+    return tokens
 
 
 def _candidates(sequences: Sequence[DecodeSequence], now_s: float) -> list[Candidate]:

@@ -58,9 +58,12 @@ class InlinePrompts:
         tells."""
         return self._line.drop(sequence)
 
-    def start(self, batch: Batch) -> "asyncio.Future[Drawn | None]":
-        """Compute the next chunk of the oldest prompt on the engine thread, before a step of *batch*."""
-        prompt = self._line.begin(monotonic(), batch.jobs, batch.tokens)
+    def start(self, batch: Batch, waited_s: float) -> "asyncio.Future[Drawn | None] | None":
+        """Compute the next chunk of the oldest prompt on the engine thread, before a step of *batch*, for which some
+        have waited; None where that has no time for one."""
+        prompt = self._line.begin(monotonic(), batch.jobs, batch.tokens, waited_s)
+        if prompt is None:
+            return None
         return self._station.on_engine_thread(_forward, self._engine, self._chunk(prompt), prompt.sequence)
 
     async def finish(self, forward: "asyncio.Future[Drawn | None]") -> PromptEnd | None:
@@ -87,7 +90,7 @@ class InlinePrompts:
     def _chunk(self, prompt: InlinePrompt) -> PrefillChunk:
         sequence, start = prompt.sequence, prompt.computed_tokens
         end = start + prompt.next_tokens
-        tokens = sequence.tokens[: sequence.prompt_tokens]
+        tokens = sequence.prompt
         sample = None
         if end == sequence.prompt_tokens:
             job = sequence.job

@@ -88,11 +88,22 @@ class PromptLine:
                 return True
         return False
 
-    def begin(self, now_s: float, sequences: int, context_tokens: int) -> InlinePrompt:
+    def begin(self, now_s: float, sequences: int, context_tokens: int, waited_s: float = 0.0) -> InlinePrompt | None:
         """The next chunk of the oldest prompt is computed from now on, with a step of *sequences* that have
-        *context_tokens* of KV."""
+        *context_tokens* of KV; None where the step has no time for one.
+
+        Some of the sequences may have waited for the step for *waited_s*, as the one before had a chunk: this step is
+        shorter by as much, where that keeps the limit from one token to the next.
+        """
         prompt = self._queue[0]
-        if not prompt.stretch or prompt.sequences != sequences:
+        if 0.0 < waited_s < prompt.step.limit_s:
+            prompt.stretch = 0
+            start = prompt.computed_tokens
+            chunk_tokens = longest_chunk(prompt.step, sequences, context_tokens, start, waited_s=waited_s)
+            if not chunk_tokens:
+                return None
+            prompt.chunk_tokens, prompt.stretch, prompt.sequences = chunk_tokens, 1, sequences
+        elif not prompt.stretch or prompt.sequences != sequences:
             prompt.chunk_tokens = _chunk_tokens(prompt, sequences, context_tokens)
             prompt.stretch, prompt.sequences = STRETCH_CHUNKS, sequences
         if prompt.started_s == _NOT_STARTED:

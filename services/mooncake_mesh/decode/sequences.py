@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -46,15 +47,17 @@ class QueueFull(enum.Enum):
 
 @dataclass(slots=True)
 class DecodeSequence:
-    """One job. ``tokens[:length]`` are prompt and drawn tokens; the KV of all but the last one is valid in ``blocks``.
+    """One job. ``tokens[:length]`` are prompt and drawn tokens, from the first one drawn on: whoever waits for that has
+    them in its job only. The KV of all but the last one is valid in ``blocks``.
 
-    ``drawn`` counts drawn tokens over all jobs of the request. ``filter`` rules what may come next. ``stop`` says
-    why the sequence should end early.
+    ``admission`` numbers the jobs of its instance. ``drawn`` counts drawn tokens over all jobs of the request.
+    ``filter`` rules what may come next. ``stop`` says why the sequence should end early.
+    ``shown_s`` is when its first token was known and free to be shown.
     """
 
+    admission: int
     job: DecodeJob
     prompt_tokens: int
-    tokens: npt.NDArray[np.int32]
     length: int
     drawn: int
     admitted_s: float
@@ -62,12 +65,19 @@ class DecodeSequence:
     last_key: BlockKey
     sealed_blocks: int
     stage: SequenceStage = SequenceStage.WAITING
+    tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     blocks: list[int] = field(default_factory=list)
     is_landed: bool = False
     has_first_token: bool = False
     is_growing: bool = False
+    shown_s: float = inf
     filter: TokenFilter | None = None
     stop: MooncakeError | None = None
+
+    @property
+    def prompt(self) -> npt.NDArray[np.int32]:
+        """Its tokens before any was drawn here; read only."""
+        return np.frombuffer(self.job.tokens, dtype="<i4")
 
     @property
     def arena_job(self) -> JobId:

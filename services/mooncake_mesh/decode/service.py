@@ -82,6 +82,7 @@ class DecodeService:
             load=self._load,
             on_stop=self._stop_all,
             on_gateway_lost=self._gateway_lost,
+            has_job=lambda job_id: self._core.get(job_id) is not None,
         )
         self._changed = Bell()
         self._over = Bell()
@@ -142,10 +143,11 @@ class DecodeService:
         if length > longest:
             raise InvalidRequest(f"{length} tokens exceed the context of {longest}", param="stopping.max_new_tokens")
 
-    def _prefill_done(self, done: PrefillDone, _: Caller) -> None:
-        self._core.first_token(done.job_id, done.token)
+    def _prefill_done(self, done: PrefillDone, _: Caller) -> Ok:
+        self._core.first_token(done.job_id, done.token, monotonic())
         self._open_gates()
         self._changed.ring()
+        return Ok()
 
     def _open_gates(self) -> None:
         """Tell the gateways of jobs that may begin now, and end those that have no place."""
@@ -244,8 +246,7 @@ class DecodeService:
     async def _step_forever(self) -> None:
         news: list[tuple[NewToken, Drawn]] = []
         while True:
-            if self._prompts.is_due:
-                await self._compute_chunk(news)
+            if self._prompts.is_due and await self._compute_chunk(news):
                 news = []
             self._open_gates()
             batch = self._core.plan_step()
@@ -265,7 +266,7 @@ class DecodeService:
             news = await self._finish_step(batch, step)
             elapsed_s = monotonic() - started_s
             self._core.stepped(len(batch), tokens, elapsed_s)
-            self._note_step(elapsed_s)
+            self._step_s = _STEP_MEMORY * self._step_s + (1 - _STEP_MEMORY) * elapsed_s if self._step_s else elapsed_s
 
     def _next_batch(self) -> list[DecodeSequence] | None:
         """For an idle instance: sequences that are all stalled ask again for room whenever something has changed.
@@ -278,14 +279,17 @@ class DecodeService:
             self._ask_growth()
         return batch if batch or self._prompts.is_due else None
 
-    async def _compute_chunk(self, news: Sequence[tuple[NewToken, Drawn]]) -> None:
-        """A chunk of a prompt, while what the step before has brought goes out."""
-        forward = self._prompts.start(self._core.batch())
+    async def _compute_chunk(self, news: Sequence[tuple[NewToken, Drawn]]) -> bool:
+        """A chunk of a prompt, while what the step before has brought goes out. False if there is no time for one."""
+        forward = self._prompts.start(self._core.batch(), self._core.longest_wait_s(monotonic()))
+        if forward is None:
+            return False
         await asyncio.sleep(0)
         self._settle(news)
         end = await self._prompts.finish(forward)
         if end is not None:
             self._prompt_over(end)
+        return True
 
     def _prompt_over(self, end: PromptEnd) -> None:
         """Tell the gateway the first token, and let the sequence into the next batch."""
@@ -387,9 +391,6 @@ class DecodeService:
                 self._stop(victim, NoFreeBlocks("preempted: the KVCache pool of the node is full"))
         if got:  # else only somebody's end changes anything, and that rings itself
             self._changed.ring()
-
-    def _note_step(self, elapsed_s: float) -> None:
-        self._step_s = _STEP_MEMORY * self._step_s + (1 - _STEP_MEMORY) * elapsed_s if self._step_s else elapsed_s
 
 
 async def run(config: DecodeConfig, lifecycle: Lifecycle) -> None:

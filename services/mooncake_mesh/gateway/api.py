@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
+from mooncake_proto.client import RequestTrace
 from mooncake_proto.control import ModelCard, StatusReport
 from mooncake_proto.decisions import DecisionsReport
 from mooncake_proto.ids import RequestId
@@ -70,6 +71,9 @@ class Mesh(Protocol):
 
     def satisfied(self, request_id: RequestId) -> None:
         """The consumer has the whole answer (a stop string): closing the generator is no loss of it."""
+
+    def traces(self, request_id: str, tenant: str) -> tuple[RequestTrace, ...]:
+        """What became of *tenant*'s request, for each of its choices; empty when it is not known any more."""
 
     async def report(self) -> StatusReport | None:
         """What the conductor knows; None while it does not answer."""

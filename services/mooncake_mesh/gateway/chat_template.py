@@ -16,7 +16,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mooncake_mesh.errors import InvalidRequest, UnsupportedModel
-from mooncake_mesh.gateway.tokenizer import ChatMessage
+from mooncake_mesh.gateway.tool_form import CALL_BEGINS, plain_chat, template_turn
+from mooncake_mesh.gateway.tools import ChatMessage, Tool
 
 
 class _GenerationBlock(Extension):
@@ -44,12 +45,18 @@ class ChatTemplate:
         except TemplateError as error:
             raise UnsupportedModel(f"the model's chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self._knows_tools = CALL_BEGINS in source and "tools" in source
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:
         """The conversation as text, opened for the assistant's next turn. Raises InvalidRequest when it objects."""
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        variables: dict[str, Any] = dict(self._special_tokens)
+        if not self._knows_tools:
+            messages = plain_chat(messages, tools)
+        elif tools:
+            variables["tools"] = [tool.json() for tool in tools]
+        turns = [template_turn(message) for message in messages]
         try:
-            return self._template.render(messages=turns, add_generation_prompt=True, **self._special_tokens)
+            return self._template.render(messages=turns, add_generation_prompt=True, **variables)
         except TemplateError as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"

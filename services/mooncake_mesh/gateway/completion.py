@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
+import structlog
+
 from mooncake_mesh.errors import DeadlineExceeded, Draining, InvalidRequest, Rejected
 from mooncake_mesh.gateway.api import Mesh
 from mooncake_mesh.gateway.generation import Door, Generation
@@ -22,6 +24,8 @@ from mooncake_mesh.gateway.standing import NO_STANDING, Standing
 from mooncake_mesh.gateway.tokenizer import Tokenizer
 from mooncake_proto.client import Operation
 from mooncake_proto.ids import RequestId
+
+log = structlog.get_logger()
 
 _FULL_RETRY_AFTER_S: Final = 1.0
 
@@ -129,6 +133,15 @@ class Completions:
                     prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=usage.completion_tokens
                 )
             await generation.finish()
+            log.info(
+                "request_finished",
+                request_id=request_id,
+                endpoint=operation.value,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                completion_tokens=usage.completion_tokens,
+                elapsed_s=round(time.monotonic() - started_at, 4),
+            )
 
     async def _prepare(self, operation: Operation, body: bytes, request_id: RequestId) -> Prepared:
         if operation is Operation.CHAT:

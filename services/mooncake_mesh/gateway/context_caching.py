@@ -33,9 +33,10 @@ from mooncake_mesh.gateway.context_cache import (
     Json,
 )
 from mooncake_mesh.gateway.json_fields import read_json_object
+from mooncake_mesh.gateway.openai_requests import ChatRequest
 from mooncake_mesh.gateway.preparation import Preparation, ServedModel
 from mooncake_mesh.gateway.rate_limits import TenantRates
-from mooncake_mesh.gateway.tokenizer import ChatMessage
+from mooncake_mesh.gateway.tools import ChatMessage
 from mooncake_mesh.kv.block_hash import token_bytes
 
 _MARK: Final = b"cache"
@@ -145,7 +146,7 @@ class ContextCaching:
         now_s = time.time()
         expires_at = request.lifetime.end(now_s, int(now_s) + LONGEST_TTL_S)
         model = self._preparation.model(request.draft.model)
-        prefix = await self._shared_prefix(model, request.chat.messages)
+        prefix = await self._shared_prefix(model, request.chat)
         self._rates.take_tokens(tenant, len(prefix), time.monotonic())
         cache = ContextCache(
             id=f"cache-{secrets.token_hex(12)}",
@@ -204,13 +205,14 @@ class ContextCaching:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    async def _shared_prefix(self, model: ServedModel, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
-        """Tokens that every prompt shares that begins with *messages*. Raises InvalidRequest where there is none."""
+    async def _shared_prefix(self, model: ServedModel, chat: ChatRequest) -> tuple[int, ...]:
+        """Tokens that every prompt shares that begins as *chat*. Raises InvalidRequest where there is none."""
+        tools = () if chat.tool_use is None else chat.tool_use.tools
         prompts: list[tuple[int, ...]] = []
         refusal: InvalidRequest | None = None
         for more in _PROBES:
             try:
-                prompts.append(await self._preparation.encode_chat(model.tokenizer, (*messages, *more)))
+                prompts.append(await self._preparation.encode_chat(model.tokenizer, (*chat.messages, *more), tools))
             except InvalidRequest as error:  # some templates want a user's turn at the end, others no two in a row
                 refusal = error
         if not prompts:

@@ -15,7 +15,6 @@ Where the placement has a gate, nothing is shown of a request before the decode 
 first token waits here. Refused there, the request is placed elsewhere if somebody can take it, and ends otherwise.
 """
 
-import enum
 from collections import Counter
 from dataclasses import dataclass
 from typing import Final, assert_never
@@ -31,15 +30,19 @@ from mooncake_mesh.errors import (
     TooLate,
 )
 from mooncake_mesh.gateway.api import TokenEvent, TokenRequest
+from mooncake_mesh.gateway.job_errors import JobError, refusal_of
 from mooncake_mesh.gateway.jobs import start_jobs
 from mooncake_mesh.gateway.request_events import (
+    AskAfterJob,
     AskPlacement,
     CallerLeft,
     CancelAt,
     DeadlinePassed,
     Emit,
     Fail,
+    JobForgotten,
     JobsAccepted,
+    Looked,
     NotPlaced,
     Placed,
     RequestCommand,
@@ -47,6 +50,7 @@ from mooncake_mesh.gateway.request_events import (
     Started,
     WorkerLost,
 )
+from mooncake_mesh.gateway.request_stages import LIVE, MOVES, RUNNING, RequestStage
 from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
 from mooncake_proto.ids import BlockKey, InstanceId, JobId
 from mooncake_proto.serving import (
@@ -59,34 +63,14 @@ from mooncake_proto.serving import (
     WorkerRef,
 )
 
-
-class RequestStage(enum.Enum):
-    PLACING = "placing"
-    STARTING = "starting"
-    PREFILLING = "prefilling"
-    DECODING = "decoding"
-    FINISHED = "finished"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-_LIVE: Final = (RequestStage.PLACING, RequestStage.STARTING, RequestStage.PREFILLING, RequestStage.DECODING)
-_MOVES: Final = frozenset(
-    {
-        (RequestStage.PLACING, RequestStage.STARTING),
-        (RequestStage.STARTING, RequestStage.PREFILLING),
-        (RequestStage.STARTING, RequestStage.DECODING),  # the first token overtook the acceptance
-        (RequestStage.PREFILLING, RequestStage.DECODING),
-        (RequestStage.STARTING, RequestStage.FINISHED),
-        (RequestStage.PREFILLING, RequestStage.FINISHED),
-        (RequestStage.DECODING, RequestStage.FINISHED),
-        (RequestStage.STARTING, RequestStage.PLACING),
-        (RequestStage.PREFILLING, RequestStage.PLACING),
-        (RequestStage.DECODING, RequestStage.PLACING),
-        *((stage, end) for stage in _LIVE for end in (RequestStage.FAILED, RequestStage.CANCELLED)),
-    }
-)
-_LEAST_RETRY_AFTER_S: Final = 1.0
+CONDUCTOR_UNREACHABLE: Final = "conductor_unreachable"
+"""The reason of a refusal that the gateway gives itself when the conductor cannot be asked."""
+_CONDUCTOR_PATIENCE_S: Final = 15.0
+_READY_WITHIN_S: Final = 2.0
+"""How long a request waits for a conductor that cannot be asked (longer than a restart takes), and for instances that
+are known and take no work yet."""
+_SILENCE_S: Final = 4.0
+"""How long nothing may be heard of a job before its workers are asked whether they still have it; then twice that …"""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _ROOM_CODES: Final = frozenset({"no_free_blocks", "rejected", "overloaded", "draining"})
@@ -123,6 +107,9 @@ class RequestCore:
         self._is_gated = False
         self._refusal: Rejected | None = None
         self._refused_by: set[InstanceId] = set()
+        self._conductor_lost_s: float | None = None
+        self._heard_s, self._silence_s = started_s, _SILENCE_S
+        self._has_first_token = False
         self._losses = 0
         self._pauses = 0
         self._avoid: Counter[InstanceId] = Counter()
@@ -134,7 +121,7 @@ class RequestCore:
 
     @property
     def is_over(self) -> bool:
-        return self.stage not in _LIVE
+        return self.stage not in LIVE
 
     def handle(self, event: RequestEvent, now_s: float) -> list[RequestCommand]:
         """What *event* leads to. An event for a request that is over, or of an earlier job, leads to nothing."""
@@ -147,21 +134,26 @@ class RequestCore:
                 return self._start(placement, now_s)
             case NotPlaced(job_id=job_id, error=error):
                 is_due = job_id == self.job_id and self.stage is RequestStage.PLACING
-                return self._not_placed(error) if is_due else []
+                return self._not_placed(error, now_s) if is_due else []
             case JobsAccepted(job_id=job_id):
                 if job_id == self.job_id:
                     self._is_accepted = True
+                    self._heard(now_s)
                     if self.stage is RequestStage.STARTING:
                         self._move(RequestStage.PREFILLING)
                 return []
             case FirstToken() | TokenEntry():
-                return self._token(event) if self._is_of_running_job(event) else []
+                return self._token(event, now_s) if self._is_of_running_job(event) else []
             case DecodeGranted():
-                return self._granted() if self._is_of_running_job(event) else []
+                return self._granted(now_s) if self._is_of_running_job(event) else []
             case JobFailed():
                 return self._job_failed(event) if self._is_of_running_job(event) else []
             case WorkerLost(instance_id=instance_id):
                 return self._worker_lost(instance_id)
+            case Looked():
+                return self._looked(now_s)
+            case JobForgotten():
+                return self._forgotten(event) if event.job_id == self.job_id else []
             case CallerLeft():
                 self._move(RequestStage.CANCELLED)
                 return self._cancel("the caller left")
@@ -198,8 +190,8 @@ class RequestCore:
             return []
         self._move(RequestStage.STARTING)
         self.placement = placement
-        self._is_accepted = False
-        self._has_decoded = False
+        self._conductor_lost_s = None
+        self._is_accepted = self._has_decoded = self._has_first_token = False
         is_single = self._request.stopping.max_new_tokens - len(self._drawn) <= 1
         gate = None if is_single or self._drawn else placement.gate
         self._is_gated = gate is not None
@@ -221,10 +213,14 @@ class RequestCore:
             self._jobs_at = (placement.prefill,) if is_single else (placement.prefill, placement.decode)
         return [start]
 
-    def _not_placed(self, error: MooncakeError) -> list[RequestCommand]:
+    def _not_placed(self, error: MooncakeError, now_s: float) -> list[RequestCommand]:
         """A request that has never run, or that a decode worker had no place for, is refused; any other that has run
-        waits for its turn, if it can ever come."""
-        if self._attempt == 0 or (isinstance(error, Rejected) and error.reason.endswith("_too_small")):
+        waits for its turn, if it can ever come. All wait for a conductor or for instances that are just starting."""
+        reason = error.reason if isinstance(error, Rejected) else ""
+        is_starting = reason.endswith("_not_ready") and now_s - self._started_s < _READY_WITHIN_S
+        if is_starting or self._is_conductor_away(error, now_s):
+            return [self._ask(after_s=self._pause_s())]
+        if self._attempt == 0 or reason.endswith("_too_small"):
             return self._fail(error)
         if self._refusal is not None and not self._drawn:
             return self._fail(self._refusal)
@@ -233,11 +229,22 @@ class RequestCore:
             pause_s = max(pause_s, min(error.retry_after_s, _LONGEST_PAUSE_S))
         return [self._ask(after_s=pause_s)]
 
+    def _is_conductor_away(self, error: MooncakeError, now_s: float) -> bool:
+        """One that comes back has to hear of its members first, so "nobody is there" counts as being away still."""
+        if not isinstance(error, Rejected) or not error.unavailable:
+            return False
+        if error.reason == CONDUCTOR_UNREACHABLE and self._conductor_lost_s is None:
+            self._conductor_lost_s = now_s
+        return self._conductor_lost_s is not None and now_s - self._conductor_lost_s < _CONDUCTOR_PATIENCE_S
+
     # --- tokens -------------------------------------------------------------------------------------------------------
 
-    def _token(self, entry: FirstToken | TokenEntry) -> list[RequestCommand]:
+    def _token(self, entry: FirstToken | TokenEntry, now_s: float) -> list[RequestCommand]:
+        self._has_first_token = self._has_first_token or isinstance(entry, FirstToken)
         if entry.position < len(self._drawn):
             return []
+        if entry.position == len(self._drawn):
+            self._heard(now_s)
         if isinstance(entry, FirstToken) and entry.position not in self._early:
             self.computed_tokens += max(0, len(self._request.prompt) + len(self._drawn) - entry.cached_tokens)
         self._early[entry.position] = entry
@@ -245,8 +252,9 @@ class RequestCore:
             self._is_gated = False  # it is decoded, or needs no decoding
         return self._show()
 
-    def _granted(self) -> list[RequestCommand]:
+    def _granted(self, now_s: float) -> list[RequestCommand]:
         """All KV has landed: what becomes of the prefill worker does not matter any more."""
+        self._heard(now_s)
         self._is_gated = False
         self._has_decoded = True
         return self._show()
@@ -279,8 +287,8 @@ class RequestCore:
         if failed.code == DecodeRefused.code:
             return self._refused_at_decode(failed)
         if failed.code == TooLate.code and not self._drawn:
-            return self._fail(_refusal(failed))
-        error = _JobError(failed)
+            return self._fail(refusal_of(failed))
+        error = JobError(failed)
         if not failed.retryable:
             return self._fail(InvalidRequest(str(error)) if error.code == InvalidRequest.code else error)
         return self._place_again(failed.instance_id, error)
@@ -295,6 +303,33 @@ class RequestCore:
         if not lost_decode and not lost_prefill:
             return []
         return self._place_again(instance_id, Aborted(f"{instance_id} was lost"))
+
+    def _heard(self, now_s: float) -> None:
+        self._heard_s, self._silence_s = now_s, _SILENCE_S
+
+    def _looked(self, now_s: float) -> list[RequestCommand]:
+        """What was sent as a connection broke may be lost, whatever it said: do not wait for it until the deadline."""
+        if (
+            self.stage not in (RequestStage.PREFILLING, RequestStage.DECODING)
+            or now_s < self._heard_s + self._silence_s
+        ):
+            return []
+        self._heard_s, self._silence_s = now_s, 2 * self._silence_s
+        if self._early and not self._is_gated:  # later tokens are here
+            return self._word_lost()
+        return [AskAfterJob(job_id=self.job_id, workers=self._jobs_at)]
+
+    def _forgotten(self, event: JobForgotten) -> list[RequestCommand]:
+        """A worker has said all it had to say: prefill with the first token, decode with the last one."""
+        is_decode = self.placement is not None and event.instance_id == self.placement.decode.instance_id
+        return self._word_lost() if self.stage in RUNNING and (is_decode or not self._has_first_token) else []
+
+    def _word_lost(self) -> list[RequestCommand]:
+        """Nobody's fault, so nobody is avoided; but it counts."""
+        self._losses += 1
+        if self._losses > self._max_replacements:
+            return self._fail(Aborted("word of the job was lost again and again"))
+        return self._ask_again(after_s=0.0)
 
     def _place_again(self, culprit: InstanceId, error: MooncakeError) -> list[RequestCommand]:
         """Start over elsewhere. Losses are counted, want of room is not, and neither is an instance that is known to be
@@ -311,7 +346,7 @@ class RequestCore:
 
     def _refused_at_decode(self, failed: JobFailed) -> list[RequestCommand]:
         """No loss: the worker is well. The conductor is asked who else could take it now."""
-        self._refusal = _refusal(failed)
+        self._refusal = refusal_of(failed)
         self._refused_by.add(failed.instance_id)
         return self._ask_again(after_s=self._pause_s() if self._drawn else 0.0)
 
@@ -354,7 +389,7 @@ class RequestCore:
         return JobId(f"{self._request.request_id}.{self._attempt}")
 
     def _move(self, stage: RequestStage) -> None:
-        if (self.stage, stage) not in _MOVES:
+        if (self.stage, stage) not in MOVES:
             raise InvalidTransition(
                 f"request {self._request.request_id}", old=self.stage.value, new=stage.value, history=self._history
             )
@@ -363,17 +398,3 @@ class RequestCore:
 
 
 _TOKEN_BYTES: Final = 4
-
-
-def _refusal(failed: JobFailed) -> Rejected:
-    """What a worker's refusal is to the client: one like that of the conductor."""
-    return Rejected(failed.message, unavailable=False, retry_after_s=failed.retry_after_s or _LEAST_RETRY_AFTER_S)
-
-
-class _JobError(MooncakeError):
-    """A worker's own word on why a job failed."""
-
-    def __init__(self, failed: JobFailed) -> None:
-        super().__init__(f"{failed.instance_id}: {failed.message}")
-        self.code = failed.code  # type: ignore[misc]
-        self.retryable = failed.retryable  # type: ignore[misc]

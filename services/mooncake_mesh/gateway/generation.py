@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Final, Protocol
@@ -22,7 +22,9 @@ from mooncake_mesh.gateway.api import Mesh, TokenEvent, TokenRequest
 from mooncake_mesh.gateway.metrics import DoorMetrics
 from mooncake_mesh.gateway.openai_responses import Choice, Json, Usage
 from mooncake_mesh.gateway.preparation import Prepared
-from mooncake_mesh.gateway.text import TextDelta, TextStream
+from mooncake_mesh.gateway.text import Piece, TextDelta, TextStream
+from mooncake_mesh.gateway.tool_reader import Content, Part, ToolCallReader
+from mooncake_mesh.gateway.tools import ToolChoice
 from mooncake_proto.ids import RequestId
 from mooncake_proto.serving import FinishReason, Sampling
 
@@ -73,6 +75,7 @@ class Generation:
         self._seed = secrets.randbits(63) if given is None else given & _SEED_MASK
         self._cached_tokens = 0
         self._found = found
+        self._readers: dict[int, ToolCallReader] = {}
         n = self._options.n
         self.choices = [
             Choice(index=index * n + k, prompt=prompt.tokens, prompt_text=prompt.text)
@@ -117,6 +120,8 @@ class Generation:
 
     async def _run_choice(self, choice: Choice, prompt: int, k: int, first_token: asyncio.Event | None) -> None:
         """Run one choice to its end. A prompt's first choice sets *first_token* and tells what was cached."""
+        if self._prepared.tool_choice is not ToolChoice.NONE:
+            self._readers[choice.index] = ToolCallReader()
         stream = TextStream(self._prepared.tokenizer, self._options.text)
         previous_at = None
         async with aclosing(self._mesh.generate(self._token_request(choice, prompt, k))) as events:
@@ -184,14 +189,31 @@ class Generation:
                 await self._send(chunk)
 
     async def _show(self, choice: Choice, delta: TextDelta) -> None:
-        if delta.text:
-            choice.texts.append(delta.text)
         choice.pieces.extend(delta.pieces)
-        if self._options.stream is not None and (delta.text or (delta.pieces and self._tokens_matter)):
-            await self._send(self._prepared.shape.delta(choice, delta.text, delta.pieces))
+        reader = self._readers.get(choice.index)
+        if reader is not None:
+            await self._show_parts(choice, reader.feed(delta.text), delta.pieces)
+        else:
+            await self._show_parts(choice, [Content(text=delta.text)] if delta.text else [], delta.pieces)
+
+    async def _show_parts(self, choice: Choice, parts: Sequence[Part], pieces: Sequence[Piece]) -> None:
+        for part in parts:
+            choice.add(part)
+        if self._options.stream is None:
+            return
+        if not parts and pieces and self._tokens_matter:
+            parts = [Content(text="")]
+        for part in parts:
+            await self._send(self._prepared.shape.delta(choice, part, pieces))
+            pieces = ()
 
     async def _close(self, choice: Choice, reason: FinishReason) -> None:
+        reader = self._readers.get(choice.index)
+        if reader is not None:
+            await self._show_parts(choice, reader.finish(), ())
         choice.finish_reason = reason.value
+        if choice.calls and reason is FinishReason.STOP and self._prepared.tool_choice is not ToolChoice.NAMED:
+            choice.finish_reason = "tool_calls"  # OpenAI's word where the model had a choice
         if self._options.stream is not None:
             await self._send(self._prepared.shape.closing(choice))
 

@@ -9,13 +9,15 @@
     POST /v1/tokenizers/estimate-token-count     how many tokens a chat has
     GET  /health  /ping                          200 while the process lives
     GET  /ready                                  200 while a request could be served, else 503 with the reasons
-    GET  /metrics  /version
+    GET  /metrics  /version  /openapi.json
+    …    /v1/embeddings  and others of OpenAI's  501, see gateway/not_here.py
     GET  /                                       the page, see gateway/page
 
 Where API keys are asked for (docs/security.md) only ``/health``, ``/ping``, ``/ready`` and the page's static files
 answer without one.
 
-A client's ``x-request-id`` is a label: it is sent back, and nothing else depends on it. A failure after the first byte
+A client's ``x-request-id`` is a label: it is sent back and stands in this gateway's logs, with the ids of a
+``traceparent``; nothing else depends on them. A failure after the first byte
 of a stream is an event with the error body, then ``[DONE]``.
 """
 
@@ -55,12 +57,15 @@ from mooncake_mesh.gateway.context_caching import ContextCaching, NoContextCachi
 from mooncake_mesh.gateway.doorkeeper import Doorkeeper, HttpDoorkeeper, tenant_of
 from mooncake_mesh.gateway.mesh_metrics import mesh_metrics
 from mooncake_mesh.gateway.metrics import DoorMetrics
+from mooncake_mesh.gateway.not_here import not_here_routes
 from mooncake_mesh.gateway.openai_errors import MethodNotAllowed, UnknownPath, problem_of
 from mooncake_mesh.gateway.openai_responses import Json
+from mooncake_mesh.gateway.openapi import openapi
 from mooncake_mesh.gateway.page import page_routes
 from mooncake_mesh.gateway.preparation import ServedModel
 from mooncake_mesh.gateway.standing import standing_of
 from mooncake_mesh.gateway.token_requests import detokenize, estimate_tokens, tokenize
+from mooncake_mesh.gateway.trace_context import trace_labels
 from mooncake_proto.client import Operation
 
 log = structlog.get_logger()
@@ -101,6 +106,8 @@ def create_app(
         Route("/ready", side.ready),
         Route("/metrics", side.metrics),
         Route("/version", side.version),
+        Route("/openapi.json", side.openapi),
+        *not_here_routes(),
         *page_routes(mesh, doorkeeper),
     ]
     return Starlette(
@@ -122,7 +129,9 @@ class _Front:
             return
         request_id = secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
-        label = _label(Headers(scope=scope).get("x-request-id")) or request_id
+        headers = Headers(scope=scope)
+        label = _label(headers.get("x-request-id")) or request_id
+        labels = trace_labels(headers) | ({} if label == request_id else {"client_request_id": label})
         started = False
 
         async def labelled(message: Message) -> None:
@@ -132,15 +141,16 @@ class _Front:
                 message["headers"] = [*message["headers"], (b"x-request-id", label.encode())]
             await send(message)
 
-        try:
-            await self._app(scope, receive, labelled)
-        except ClientGone:
-            log.debug("client_gone", request_id=request_id, path=scope["path"])
-        except Exception as error:
-            log.exception("http_request_failed", request_id=request_id, path=scope["path"])
-            if started:
-                raise  # the server cuts the connection: the client cannot take it for a whole answer
-            await problem_response(problem_of(error, request_id=request_id))(scope, receive, labelled)
+        with structlog.contextvars.bound_contextvars(**labels):
+            try:
+                await self._app(scope, receive, labelled)
+            except ClientGone:
+                log.debug("client_gone", request_id=request_id, path=scope["path"])
+            except Exception as error:
+                log.exception("http_request_failed", request_id=request_id, path=scope["path"])
+                if started:
+                    raise  # the server cuts the connection: the client cannot take it for a whole answer
+                await problem_response(problem_of(error, request_id=request_id))(scope, receive, labelled)
 
 
 class _Answering:
@@ -274,6 +284,9 @@ class _SideDoors:
 
     async def version(self, _: Request) -> Response:
         return json_response({"version": version("mooncake-mesh")})
+
+    async def openapi(self, _: Request) -> Response:
+        return json_response(openapi())
 
     async def _body(self, request: Request) -> bytes:
         """Counts as one of the tenant's requests. Raises Rejected when it has had its share."""

@@ -9,23 +9,26 @@ import asyncio
 import enum
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, time
 from typing import Final, TypeVar
 
 import structlog
 
 from mooncake_mesh.errors import CallTimeout, MooncakeError, PeerUnreachable, Rejected
 from mooncake_mesh.gateway.api import Readiness, TokenEvent, TokenRequest
-from mooncake_mesh.gateway.core import KeySpace, RequestCore
+from mooncake_mesh.gateway.core import CONDUCTOR_UNREACHABLE, KeySpace, RequestCore
 from mooncake_mesh.gateway.ledger import Ledger, RequestAccount
 from mooncake_mesh.gateway.request_events import (
+    AskAfterJob,
     AskPlacement,
     CallerLeft,
     CancelAt,
     DeadlinePassed,
     Emit,
     Fail,
+    JobForgotten,
     JobsAccepted,
+    Looked,
     NotPlaced,
     Placed,
     RequestCommand,
@@ -34,9 +37,11 @@ from mooncake_mesh.gateway.request_events import (
     StartJobs,
     WorkerLost,
 )
+from mooncake_mesh.gateway.request_story import RequestStory, Stories
 from mooncake_mesh.kv.block_hash import key_root
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient
+from mooncake_proto.client import RequestTrace
 from mooncake_proto.control import (
     ClusterState,
     Health,
@@ -49,6 +54,7 @@ from mooncake_proto.control import (
 )
 from mooncake_proto.decisions import DecisionsQuery, DecisionsReport
 from mooncake_proto.ids import JobId, RequestId
+from mooncake_proto.job_query import JobQuery, JobStanding
 from mooncake_proto.serving import (
     CancelJob,
     DecodeGranted,
@@ -70,6 +76,8 @@ _SCHEDULE_TIMEOUT_S: Final = 5.0
 _START_TIMEOUT_S: Final = 5.0
 _CANCEL_TIMEOUT_S: Final = 30.0
 _REPORT_TIMEOUT_S: Final = 1.0
+_QUERY_TIMEOUT_S: Final = 2.0
+_LOOK_EVERY_S: Final = 1.0
 _CONDUCTOR_RETRY_AFTER_S: Final = 1.0
 _WORKERS: Final = (Role.PREFILL, Role.DECODE)
 
@@ -87,6 +95,7 @@ class _Running:
 
     core: RequestCore
     account: RequestAccount
+    story: RequestStory
     events: asyncio.Queue[TokenEvent | MooncakeError] = field(default_factory=asyncio.Queue)
     deadline: asyncio.TimerHandle | None = None
 
@@ -110,6 +119,7 @@ class MeshClient:
         self._running: dict[JobId, _Running] = {}
         self._accounts: dict[RequestId, RequestAccount] = {}
         self.ledger = Ledger()
+        self._stories = Stories()
         self._members: tuple[MemberState, ...] = ()
         self._loop = asyncio.get_running_loop()
         self.stream_endpoint = ""
@@ -157,6 +167,9 @@ class MeshClient:
         account = self._accounts.get(request_id)
         if account is not None:
             account.satisfied()
+
+    def traces(self, request_id: str, tenant: str) -> tuple[RequestTrace, ...]:
+        return self._stories.find(request_id, tenant)
 
     async def report(self) -> StatusReport | None:
         return await self._told(StatusQuery(), StatusReport)
@@ -207,7 +220,8 @@ class MeshClient:
             max_replacements=self._max_replacements,
             started_s=started_s,
         )
-        running = _Running(core=core, account=RequestAccount(request, started_s))
+        story = self._stories.begin(request, started_s, time())
+        running = _Running(core=core, account=RequestAccount(request, started_s), story=story)
         running.deadline = self._loop.call_later(request.deadline_s, self._feed, running, DeadlinePassed())
         self._feed(running, Started())
         return running
@@ -221,8 +235,9 @@ class MeshClient:
         self._running.pop(running.core.job_id, None)
 
     def _feed(self, running: _Running, event: RequestEvent) -> None:
-        before = running.core.job_id
-        commands = running.core.handle(event, monotonic())
+        before, now_s = running.core.job_id, monotonic()
+        running.story.note(event, now_s)
+        commands = running.core.handle(event, now_s)
         if running.core.job_id != before:
             self._running.pop(before, None)
         for command in commands:
@@ -244,6 +259,9 @@ class MeshClient:
             case CancelAt(workers=workers):
                 for worker in workers:
                     self._tasks.create_task(self._cancel(worker, command))
+            case AskAfterJob(workers=workers):
+                for worker in workers:
+                    self._tasks.create_task(self._ask_after(running, worker, command.job_id))
 
     async def _place(self, running: _Running, command: AskPlacement) -> None:
         job_id = command.schedule.job_id
@@ -260,7 +278,7 @@ class MeshClient:
             )
         except (PeerUnreachable, CallTimeout) as error:
             log.warning("conductor_unreachable", job_id=job_id, code=error.code)
-            refusal = Rejected("conductor_unreachable", unavailable=True, retry_after_s=_CONDUCTOR_RETRY_AFTER_S)
+            refusal = Rejected(CONDUCTOR_UNREACHABLE, unavailable=True, retry_after_s=_CONDUCTOR_RETRY_AFTER_S)
             self._feed(running, NotPlaced(job_id=job_id, error=refusal))
         except MooncakeError as error:  # the conductor's own word, or an answer that makes no sense
             self._feed(running, NotPlaced(job_id=job_id, error=error))
@@ -302,6 +320,23 @@ class MeshClient:
             await self._workers.get(worker.endpoint).call(request, Ok, timeout_s=_CANCEL_TIMEOUT_S)
         except MooncakeError as error:  # a lost worker has nothing left to free
             log.info("cancel_undelivered", job_id=command.job_id, instance_id=worker.instance_id, code=error.code)
+
+    async def watch(self) -> None:
+        """Have every request look around once in a while, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            for running in list(self._running.values()):
+                self._feed(running, Looked())
+
+    async def _ask_after(self, running: _Running, worker: WorkerRef, job_id: JobId) -> None:
+        try:
+            query = JobQuery(job_id=job_id)
+            standing = await self._workers.get(worker.endpoint).call(query, JobStanding, timeout_s=_QUERY_TIMEOUT_S)
+        except MooncakeError as error:  # its silence is for its lease to judge
+            log.info("job_query_unanswered", job_id=job_id, instance_id=worker.instance_id, code=error.code)
+            return
+        if not standing.known:
+            self._feed(running, JobForgotten(job_id=job_id, instance_id=worker.instance_id))
 
     # --- what comes in ------------------------------------------------------------------------------------------------
 

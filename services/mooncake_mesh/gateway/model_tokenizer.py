@@ -13,7 +13,8 @@ from tokenizers import Tokenizer as Backend
 
 from mooncake_mesh.errors import InvalidRequest, UnsupportedModel
 from mooncake_mesh.gateway.chat_template import ChatTemplate
-from mooncake_mesh.gateway.tokenizer import ChatMessage, SpecialTokens
+from mooncake_mesh.gateway.tokenizer import SpecialTokens
+from mooncake_mesh.gateway.tools import ChatMessage, Tool
 
 _LONGEST_CHAR_BYTES: Final = 4
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -50,10 +51,10 @@ class ModelTokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special is SpecialTokens.ADD)
         return list(encoding.ids)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[int]:
         if self._template is None:
             raise InvalidRequest("this model has no chat template: use /v1/completions", param="messages")
-        return self.encode(self._template.render(messages), SpecialTokens.KEEP)
+        return self.encode(self._template.render(messages, tools), SpecialTokens.KEEP)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._backend.decode(list(tokens), skip_special_tokens=False))

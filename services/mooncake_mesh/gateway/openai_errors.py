@@ -41,6 +41,12 @@ class MethodNotAllowed(InvalidRequest):
     code = "method_not_allowed"
 
 
+class NotImplementedHere(InvalidRequest):
+    """An endpoint of OpenAI's that this server does not have."""
+
+    code = "not_implemented"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """An error as a client sees it."""
@@ -64,7 +70,8 @@ def problem_of(error: BaseException, *, request_id: str) -> Problem:
     match error:
         case InvalidRequest():
             status, kind = _REFUSALS.get(type(error), (400, "invalid_request_error"))
-            return Problem(status=status, type=kind, code=error.code, message=message, param=error.param)
+            again = {"x-should-retry": "false"} if status == 501 else {}  # OpenAI's packages try again after a 5xx
+            return Problem(status=status, type=kind, code=error.code, message=message, param=error.param, headers=again)
         case InvalidApiKey():
             headers = {"www-authenticate": "Bearer"}
             kind = "authentication_error"
@@ -102,6 +109,7 @@ _REFUSALS: Final[dict[type, tuple[int, str]]] = {
     MethodNotAllowed: (405, "invalid_request_error"),
     CacheNotFound: (404, "not_found_error"),
     CachingOff: (501, "invalid_request_error"),
+    NotImplementedHere: (501, "invalid_request_error"),
     BodyTooLarge: (413, "invalid_request_error"),
 }
 

@@ -4,7 +4,8 @@ Both doors (HTTP, ZeroMQ SDK) parse here, so a request means the same on either.
 server know are ignored. ``max_tokens`` 0 is refused: there is no answer to give.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -20,7 +21,9 @@ from mooncake_mesh.gateway.json_fields import (
 )
 from mooncake_mesh.gateway.structured_output import GrammarText, parse_structured_output
 from mooncake_mesh.gateway.text import TextRules
-from mooncake_mesh.gateway.tokenizer import ChatMessage
+from mooncake_mesh.gateway.tool_form import call_grammar
+from mooncake_mesh.gateway.tool_requests import parse_tool_calls, parse_tool_use
+from mooncake_mesh.gateway.tools import ChatMessage, ToolUse
 from mooncake_mesh.policy.request_class import BATCH_PRIORITY, MOST_URGENT
 from mooncake_proto.serving import Sampling
 
@@ -44,7 +47,7 @@ MAX_BIAS: Final = 100
 MAX_TOKEN_ID: Final = (1 << 31) - 1
 DEFAULT_COMPLETION_TOKENS: Final = 16
 _TIERS: Final = ("auto", "default", "flex")
-_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +89,11 @@ class GenerationOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
+    """``tool_use`` is None where no tools are offered."""
+
     options: GenerationOptions
     messages: tuple[ChatMessage, ...]
+    tool_use: ToolUse | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,23 +109,26 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     """Raises InvalidRequest."""
     fields = Fields(body)
     messages = parse_messages(fields)
-    fields.refuse(("tools", "functions"), why="tool calls are not implemented")
-    for name in ("tool_choice", "function_call"):
-        if fields.raw(name) not in (None, "none", "auto"):
-            raise UnsupportedParameter(f"{name} is not supported: tool calls are not implemented", param=name)
+    fields.refuse(("functions", "function_call"), why="use tools and tool_choice")
+    tool_use = parse_tool_use(fields)
     fields.refuse(("audio", "prediction", "web_search_options"), why="this server answers with plain text")
     if fields.raw("modalities") not in (None, ["text"]):
         raise UnsupportedParameter(
             "modalities is not supported: this server answers with plain text", param="modalities"
         )
-    fields.raw("parallel_tool_calls")
     logprobs = fields.boolean("logprobs") or False
     top = fields.integer("top_logprobs", low=0, high=MAX_CHAT_LOGPROBS)
     if top and not logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     options = _options(fields, top_logprobs=(top or 0) if logprobs else None, add_special_tokens=False)
+    called = None if tool_use is None else call_grammar(tool_use)
+    if called is not None:
+        if options.grammar is not None:
+            message = f"{options.grammar.param} excludes a tool_choice that asks for a call"
+            raise InvalidRequest(message, param=options.grammar.param)
+        options = replace(options, grammar=called)
     _log_unknown(fields)
-    return ChatRequest(options=options, messages=messages)
+    return ChatRequest(options=options, messages=messages, tool_use=tool_use)
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
@@ -263,24 +272,39 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
 
 
 def parse_messages(fields: Fields) -> tuple[ChatMessage, ...]:
-    """The conversation in ``messages``. Raises InvalidRequest."""
+    """The conversation in ``messages``. Raises InvalidRequest, also for a result of a tool that nobody called."""
     entries = fields.array("messages", longest=MAX_MESSAGES)
     if not entries:
         raise InvalidRequest("messages must hold at least one message", param="messages")
-    return tuple(_message(checked_object(entry, f"messages[{index}]")) for index, entry in enumerate(entries))
+    messages: list[ChatMessage] = []
+    called: dict[str, str] = {}
+    for index, entry in enumerate(entries):
+        message = _message(checked_object(entry, f"messages[{index}]"), called)
+        called.update((call.id, call.name) for call in message.tool_calls)
+        messages.append(message)
+    return tuple(messages)
 
 
-def _message(fields: Fields) -> ChatMessage:
-    """A developer message reads as a system message: that is what the role's inventor made of it for older models."""
+def _message(fields: Fields, called: Mapping[str, str]) -> ChatMessage:
+    """A developer message reads as a system message: that is what the role's inventor made of it for older models.
+
+    *called* are the names of the functions called so far, by the id of the call.
+    """
     role = fields.string("role", longest=MAX_LABEL_CHARS)
-    if role in ("tool", "function"):
-        param = fields.param("role")
-        raise UnsupportedParameter(f"{param} {role} is not supported: tool calls are not implemented", param=param)
     if role not in _ROLES:
         raise InvalidRequest(f"{fields.param('role')} must be one of {', '.join(_ROLES)}", param=fields.param("role"))
-    fields.refuse(("tool_calls", "function_call"), why="tool calls are not implemented")
+    fields.refuse(("function_call",), why="use tool_calls")
     fields.refuse(("audio",), why="only text is understood")
-    return ChatMessage(role=_ROLES[role], content=_content(fields))
+    calls = parse_tool_calls(fields)
+    if calls and role != "assistant":
+        raise InvalidRequest(f"{fields.param('tool_calls')} are the assistant's", param=fields.param("tool_calls"))
+    if role != "tool":
+        content = "" if calls and fields.raw("content") is None else _content(fields)
+        return ChatMessage(role=_ROLES[role], content=content, tool_calls=calls)
+    call_id, param = fields.string("tool_call_id", longest=MAX_LABEL_CHARS), fields.param("tool_call_id")
+    if call_id is None or call_id not in called:
+        raise InvalidRequest(f"{param} must be the id of a tool call in a message before", param=param)
+    return ChatMessage(role="tool", content=_content(fields), tool_call_id=call_id, name=called[call_id])
 
 
 def _content(fields: Fields) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 
 from mooncake_mesh.gateway.text import Piece
 from mooncake_mesh.gateway.tokenizer import Tokenizer
+from mooncake_mesh.gateway.tool_reader import CallArguments, CallBegins, Content, Part
 from mooncake_proto.serving import TokenLogprob
 
 Json = dict[str, Any]
@@ -43,6 +44,7 @@ class Choice:
     prompt: tuple[int, ...]
     prompt_text: str = ""
     texts: list[str] = field(default_factory=list)
+    calls: list["CallSoFar"] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     drawn: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -50,6 +52,27 @@ class Choice:
     def hidden_tokens(self) -> list[int]:
         """Drawn tokens without shown text: of the stop string, or the stop token."""
         return self.drawn[len(self.pieces) :]
+
+    def add(self, part: Part) -> None:
+        match part:
+            case Content(text=text):
+                self.texts.append(text)
+            case CallBegins(id=call_id, name=name):
+                self.calls.append(CallSoFar(id=call_id, name=name))
+            case CallArguments(index=index, text=text):
+                self.calls[index].arguments += text
+
+
+@dataclass(slots=True, kw_only=True)
+class CallSoFar:
+    """One call of a tool as it grows."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    def json(self) -> Json:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +92,7 @@ class ResponseShape(Protocol):
     def opening(self, choice: Choice) -> Json | None:
         """The chunk that comes before the choice's first text, if the endpoint has one."""
 
-    def delta(self, choice: Choice, text: str, pieces: Sequence[Piece]) -> Json: ...
+    def delta(self, choice: Choice, part: Part, pieces: Sequence[Piece]) -> Json: ...
 
     def closing(self, choice: Choice) -> Json: ...
 
@@ -92,9 +115,9 @@ class ChatShape:
             chunk["prompt_token_ids"] = choice.prompt
         return chunk
 
-    def delta(self, choice: Choice, text: str, pieces: Sequence[Piece]) -> Json:
+    def delta(self, choice: Choice, part: Part, pieces: Sequence[Piece]) -> Json:
         logprobs = self._logprobs(pieces) if self._head.logprobs else None
-        chunk = self._chunk(choice.index, {"content": text}, logprobs, None)
+        chunk = self._chunk(choice.index, _delta(part), logprobs, None)
         if self._head.token_ids:
             chunk["choices"][0]["token_ids"] = [piece.token for piece in pieces]
         return chunk
@@ -115,7 +138,9 @@ class ChatShape:
         return {**response, "usage": usage.json()}
 
     def _finished(self, choice: Choice) -> Json:
-        message = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
+        message: Json = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
+        if choice.calls:
+            message |= {"content": message["content"] or None, "tool_calls": [call.json() for call in choice.calls]}
         logprobs = self._logprobs(choice.pieces) if self._head.logprobs else None
         finished = {
             "index": choice.index,
@@ -158,7 +183,8 @@ class CompletionShape:
             chunk["choices"][0]["prompt_token_ids"] = choice.prompt
         return chunk
 
-    def delta(self, choice: Choice, text: str, pieces: Sequence[Piece]) -> Json:
+    def delta(self, choice: Choice, part: Part, pieces: Sequence[Piece]) -> Json:
+        text = part.text if isinstance(part, Content) else ""  # there are no tools here to be called
         chunk = self._chunk(choice.index, text, self._logprobs(pieces) if self._head.logprobs else None, None)
         if self._head.token_ids:
             chunk["choices"][0]["token_ids"] = [piece.token for piece in pieces]
@@ -225,6 +251,18 @@ class TokenNames:
 
     def bytes_of(self, token: int) -> list[int] | None:
         return None if token in self._tokenizer.special_ids else list(self._tokenizer.token_bytes(token))
+
+
+def _delta(part: Part) -> Json:
+    """What a chunk adds to the message; a call's name comes with the first chunk of it."""
+    match part:
+        case Content(text=text):
+            return {"content": text}
+        case CallBegins(index=index, id=call_id, name=name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case CallArguments(index=index, text=text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
 def _envelope(head: ResponseHead, kind: str, choices: list[Json]) -> Json:

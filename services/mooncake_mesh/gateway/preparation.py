@@ -18,7 +18,8 @@ from mooncake_mesh.gateway.openai_requests import (
     GenerationOptions,
 )
 from mooncake_mesh.gateway.openai_responses import ChatShape, CompletionShape, ResponseHead, ResponseShape
-from mooncake_mesh.gateway.tokenizer import ChatMessage, SpecialTokens, Tokenizer
+from mooncake_mesh.gateway.tokenizer import SpecialTokens, Tokenizer
+from mooncake_mesh.gateway.tools import ChatMessage, Tool, ToolChoice
 from mooncake_proto.grammar import Grammar
 from mooncake_proto.ids import RequestId
 from mooncake_proto.serving import Stopping
@@ -50,13 +51,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Ready to run: ``stopping`` belongs to ``prompts`` one to one."""
+    """Ready to run: ``stopping`` belongs to ``prompts`` one to one. Calls of tools are looked for unless that is not
+    wanted."""
 
     options: GenerationOptions
     tokenizer: Tokenizer
     prompts: tuple[Prompt, ...]
     stopping: tuple[Stopping, ...]
     shape: ResponseShape
+    tool_choice: ToolChoice = ToolChoice.NONE
 
 
 class Preparation:
@@ -98,10 +101,13 @@ class Preparation:
         """Raises InvalidRequest, ModelNotFound, TooLong or Rejected."""
         model = self.model(request.options.model)
         _check_chars(model, sum(len(message.content) for message in request.messages), "messages")
-        tokens = await self.encode_chat(model.tokenizer, request.messages)
+        use = request.tool_use
+        tokens = await self.encode_chat(model.tokenizer, request.messages, () if use is None else use.tools)
         options = await _ruled(model, request.options)
         head = _head(options, f"chatcmpl-{request_id}")
-        return _prepared(model, options, (Prompt(tokens=tokens),), "messages", None, ChatShape(head, model.tokenizer))
+        shape = ChatShape(head, model.tokenizer)
+        prepared = _prepared(model, options, (Prompt(tokens=tokens),), "messages", None, shape)
+        return prepared if use is None else replace(prepared, tool_choice=use.choice)
 
     async def completion(self, request: CompletionRequest, request_id: RequestId) -> Prepared:
         """Raises InvalidRequest, ModelNotFound, TooLong or Rejected."""
@@ -125,9 +131,11 @@ class Preparation:
     async def encode(self, tokenizer: Tokenizer, text: str, special: SpecialTokens) -> tuple[int, ...]:
         return await self._off_loop(len(text), lambda: tuple(tokenizer.encode(text, special)))
 
-    async def encode_chat(self, tokenizer: Tokenizer, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
+    async def encode_chat(
+        self, tokenizer: Tokenizer, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...] = ()
+    ) -> tuple[int, ...]:
         chars = sum(len(message.content) for message in messages)
-        return await self._off_loop(chars, lambda: tuple(tokenizer.encode_chat(messages)))
+        return await self._off_loop(chars, lambda: tuple(tokenizer.encode_chat(messages, tools)))
 
     async def decode(self, tokenizer: Tokenizer, tokens: tuple[int, ...]) -> str:
         return await self._off_loop(len(tokens), lambda: tokenizer.decode(tokens))

@@ -53,6 +53,19 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """Time has passed; comes about once a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobForgotten:
+    """A worker that was asked after a job does not have it (any more)."""
+
+    job_id: JobId
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallerLeft:
     """Nobody reads any more."""
 
@@ -72,6 +85,8 @@ RequestEvent = (
     | TokenEntry
     | JobFailed
     | WorkerLost
+    | Looked
+    | JobForgotten
     | CallerLeft
     | DeadlinePassed
 )
@@ -105,6 +120,14 @@ class CancelAt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskAfterJob:
+    """Whether the workers still have the job; each that has not is a JobForgotten."""
+
+    job_id: JobId
+    workers: tuple[WorkerRef, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Emit:
     event: TokenEvent
 
@@ -116,4 +139,4 @@ class Fail:
     error: MooncakeError
 
 
-RequestCommand = AskPlacement | StartJobs | CancelAt | Emit | Fail
+RequestCommand = AskPlacement | StartJobs | CancelAt | AskAfterJob | Emit | Fail

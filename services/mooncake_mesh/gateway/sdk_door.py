@@ -24,6 +24,8 @@ from mooncake_proto.client import (
     Models,
     ModelsQuery,
     Operation,
+    TraceQuery,
+    Traces,
 )
 from mooncake_proto.control import Ok
 from mooncake_proto.ids import RequestId
@@ -53,6 +55,7 @@ class SdkDoor:
             Cancel: self._cancel,
             ModelsQuery: self._models,
             HealthQuery: self._health,
+            TraceQuery: self._trace,
         }
 
     async def _generate(self, request: Generate, caller: Caller) -> None:
@@ -91,6 +94,9 @@ class SdkDoor:
     def _models(self, query: ModelsQuery, _: Caller) -> Models:
         self._doorkeeper.admit(query.api_key)
         return Models(response=orjson.dumps(model_list(self._completions.preparation.served(), self._created)))
+
+    def _trace(self, query: TraceQuery, _: Caller) -> Traces:
+        return Traces(traces=self._mesh.traces(query.request_id, self._doorkeeper.admit(query.api_key)))
 
     def _health(self, _: HealthQuery, __: Caller) -> HealthReport:
         readiness = self._mesh.readiness()

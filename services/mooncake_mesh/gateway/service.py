@@ -100,6 +100,7 @@ class GatewayService:
         )
         serving = self._tasks.create_task(http.serve())
         joining = self._tasks.create_task(membership.run())
+        watching = self._tasks.create_task(mesh.watch())
         reporting = self._tasks.create_task(mesh.ledger.run(self._member.instance_id, conductor.post))
         await _poll(lambda: http.started or serving.done(), timeout_s=_START_S)
         if not http.started:
@@ -114,6 +115,7 @@ class GatewayService:
         await serving
         joining.cancel()
         reporting.cancel()
+        watching.cancel()
         await asyncio.gather(joining, reporting, return_exceptions=True)
         await kept.close()
         await clients.close()

@@ -7,8 +7,10 @@ of its tokens' bytes read as UTF-8, whatever the boundaries (see text.py). So th
 import enum
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol
+
+from mooncake_mesh.gateway.tool_form import plain_chat
+from mooncake_mesh.gateway.tools import ChatMessage, Tool
 
 
 class SpecialTokens(enum.Enum):
@@ -16,14 +18,6 @@ class SpecialTokens(enum.Enum):
 
     ADD = "add"  # frame the text as the model saw documents in training (a BOS, for most models)
     KEEP = "keep"  # nothing is added: the text is already a rendered template
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatMessage:
-    """One turn of a conversation."""
-
-    role: str
-    content: str
 
 
 class Tokenizer(Protocol):
@@ -47,8 +41,8 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, special: SpecialTokens) -> list[int]: ...
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """The prompt that asks for the assistant's next turn.
+    def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[int]:
+        """The prompt that asks for the assistant's next turn, in which *tools* may be called (see tool_form.py).
 
         Raises InvalidRequest (param ``messages``) when the model has no chat template or its template refuses them.
         """
@@ -91,10 +85,10 @@ class ByteTokenizer:
             tokens.extend(part.encode() if marker is None else (marker,))
         return tokens
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[int]:
         """ChatML; markers inside a message's content stay plain text."""
         tokens: list[int] = []
-        for message in messages:
+        for message in plain_chat(messages, tools):
             tokens += [BYTE_IM_START, *f"{message.role}\n{message.content}".encode(), BYTE_IM_END, *b"\n"]
         return [*tokens, BYTE_IM_START, *b"assistant\n"]
 

@@ -18,7 +18,7 @@ from mooncake_mesh.kv.block_pool import PoolEvent
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_proto.errors import MalformedMessage
 from mooncake_proto.ids import BLOCK_KEY_BYTES, BlockKey, Incarnation, NodeId
-from mooncake_proto.kvcache import KvChange, KvEvent, KvEvents, KvEventsAck, KvSnapshot
+from mooncake_proto.kvcache import KvChange, KvEvent, KvEvents, KvEventsAck, KvSnapshot, KvTier
 
 
 class Unsendable(enum.Enum):
@@ -118,11 +118,12 @@ class NodeFeed:
             return KvEventsAck(next_seq=self._next_seq, resync=True)
         seen = self._next_seq - batch.first_seq
         changes = [(event, _key(event.key, i)) for i, event in enumerate(batch.events) if i >= seen]
-        for event, key in changes:
-            if event.change is KvChange.STORED:
-                self._index.apply_stored(self._node_id, key, event.tier)
+        for (change, tier), run in itertools.groupby(changes, key=_kind):
+            if change is KvChange.STORED:
+                self._index.apply_all_stored(self._node_id, [key for _, key in run], tier)
             else:
-                self._index.apply_removed(self._node_id, key)
+                for _, key in run:
+                    self._index.apply_removed(self._node_id, key)
         self._next_seq += len(changes)
         return KvEventsAck(next_seq=self._next_seq, resync=False)
 
@@ -143,6 +144,10 @@ class NodeFeed:
             self._index.replace(self._node_id, keys[:n_arena], keys[n_arena:])
             self._next_seq = snapshot.seq + 1
         return KvEventsAck(next_seq=self._next_seq, resync=False)
+
+
+def _kind(change: tuple[KvEvent, BlockKey]) -> tuple[KvChange, KvTier]:
+    return (change[0].change, change[0].tier)
 
 
 def _key(text: str, position: int) -> BlockKey:

@@ -12,7 +12,7 @@ pairs is capped. The tier of a block is kept only where it is not DRAM: another 
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import groupby, repeat
 from typing import Final
 
 from mooncake_mesh.kv.prefix_segments import LONG_BLOCKS, SEGMENT_BLOCKS, SegmentMemo, Steps
@@ -126,14 +126,35 @@ class PrefixIndex:
         mask = self._masks.get(key)
         if mask is None:
             self._arrivals.arrived(key)
-            self._masks[key] = slot.bit
-        else:
-            self._masks[key] = mask | slot.bit
-            self._segments.changed(key)
+        self._masks[key] = slot.bit if mask is None else mask | slot.bit
+        self._segments.changed(key)
         slot.keys.add(key)
         self._entries += 1
         while self._entries > self._max_entries:
             self._forget_oldest()
+
+    def apply_all_stored(self, node: NodeId, keys: Sequence[BlockKey], tier: KvTier = KvTier.DRAM) -> None:
+        """The same as :meth:`apply_stored` for each of *keys*, in less time."""
+        is_plain = tier is KvTier.DRAM and not self._ssd_masks and self._entries + len(keys) <= self._max_entries
+        if not keys or not is_plain:
+            for key in keys:
+                self.apply_stored(node, key, tier)
+            return
+        slot, masks = self._at(self._slot_for(node)), self._masks
+        fresh = [key for key in dict.fromkeys(keys) if key not in slot.keys]
+        if not fresh:
+            return
+        new = [key for key in fresh if key not in masks]
+        if len(new) < len(fresh):
+            others = [key for key in fresh if key in masks] if new else fresh
+            bit = slot.bit
+            for key in others:
+                masks[key] |= bit
+        masks.update(dict.fromkeys(new, slot.bit))
+        self._arrivals.all_arrived(new)
+        self._segments.all_changed(fresh)
+        slot.keys.update(fresh)
+        self._entries += len(fresh)
 
     def apply_removed(self, node: NodeId, key: BlockKey) -> None:
         """*node* holds *key* no more. Not known: no change."""
@@ -151,8 +172,8 @@ class PrefixIndex:
         wanted = dict.fromkeys(on_ssd, KvTier.SSD) | dict.fromkeys(keys, KvTier.DRAM)
         for key in slot.keys - wanted.keys():
             self.apply_removed(node, key)
-        for key, tier in wanted.items():
-            self.apply_stored(node, key, tier)
+        for tier, run in groupby(wanted.items(), key=_tier):
+            self.apply_all_stored(node, [key for key, _ in run], tier)
 
     def drop_node(self, node: NodeId) -> None:
         """Forget *node* and everything about it."""
@@ -255,6 +276,9 @@ class _Arrivals:
     def arrived(self, key: BlockKey) -> None:
         self._queue.append(key)
 
+    def all_arrived(self, keys: Iterable[BlockKey]) -> None:
+        self._queue.extend(keys)
+
     def gone(self, key: BlockKey) -> None:
         self._stale[key] = self._stale.get(key, 0) + 1
         self._n_stale += 1
@@ -277,6 +301,10 @@ class _Arrivals:
                 del self._stale[key]
             else:
                 self._stale[key] = stale - 1
+
+
+def _tier(known: tuple[BlockKey, KvTier]) -> KvTier:
+    return known[1]
 
 
 def _bits(mask: int) -> Iterator[int]:

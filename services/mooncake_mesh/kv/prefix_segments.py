@@ -5,7 +5,7 @@ what the stretch consists of. A change of any of its keys makes the answer for a
 again; so it is right whatever is evicted, root or leaf.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, repeat
 from operator import and_
 from typing import Final
@@ -72,6 +72,10 @@ class SegmentMemo:
         if last is not None:
             self._forget(last)
 
+    def all_changed(self, keys: Iterable[BlockKey]) -> None:
+        for key in self._segment_of.keys() & keys:
+            self.changed(key)
+
     def _forget(self, last: BlockKey) -> None:
         self.known.pop(last, None)
         long = self._long_of.pop(last, None)
@@ -96,8 +100,7 @@ class SegmentMemo:
             for key in self._members.pop(oldest):
                 self._segment_of.pop(key, None)
         self._members[last] = stretch
-        for key in stretch:
-            self._segment_of[key] = last
+        self._segment_of.update(dict.fromkeys(stretch, last))
 
 
 def _steps(holders: list[int]) -> Steps:

@@ -90,7 +90,8 @@ class Membership:
             log.info("goodbye_undelivered", code=error.code)
 
     async def _register(self) -> Registered:
-        reply = await self._conductor.call(Register(member=self._member), Registered, timeout_s=_CALL_TIMEOUT_S)
+        register = Register(member=self._member, load=self._load())
+        reply = await self._conductor.call(register, Registered, timeout_s=_CALL_TIMEOUT_S)
         log.info("registered", conductor=reply.conductor)
         if self._on_cluster is not None:
             self._subscribe(reply.publish_endpoint)

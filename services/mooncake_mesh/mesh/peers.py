@@ -35,14 +35,27 @@ PeerEvent = Joined | HealthChanged
 
 
 class PeerTable:
-    """Leases by instance id. Times are seconds of any monotonic clock, passed in."""
+    """Leases by instance id. Times are seconds of any monotonic clock, passed in.
 
-    def __init__(self, *, suspect_after_s: float, dead_after_s: float, forget_after_s: float = 60.0) -> None:
+    Who keeps the table calls :meth:`expire` at least every *look_every_s*, where that is given: what a call comes later
+    than that, its keeper has slept, heard nobody's beats meanwhile, and so holds it against no lease.
+    """
+
+    def __init__(
+        self,
+        *,
+        suspect_after_s: float,
+        dead_after_s: float,
+        forget_after_s: float = 60.0,
+        look_every_s: float | None = None,
+    ) -> None:
         if not 0 < suspect_after_s < dead_after_s <= forget_after_s:
             raise ValueError("suspect_after_s < dead_after_s <= forget_after_s must hold")
         self._suspect_after_s = suspect_after_s
         self._dead_after_s = dead_after_s
         self._forget_after_s = forget_after_s
+        self._look_every_s = look_every_s
+        self._looked_s: float | None = None
         self._leases: dict[InstanceId, Lease] = {}
         self.revision = 0
 
@@ -53,13 +66,13 @@ class PeerTable:
     def get(self, instance_id: InstanceId) -> Lease | None:
         return self._leases.get(instance_id)
 
-    def join(self, member: Member, now_s: float) -> list[PeerEvent]:
-        """Enter or renew *member*. Reports the death of an older incarnation before the new one's joining."""
+    def join(self, member: Member, load: Load, now_s: float) -> list[PeerEvent]:
+        """Enter or renew *member*, which says *load* of itself. Reports the death of an older incarnation before the
+        joining of the new one."""
         events: list[PeerEvent] = []
         old = self._leases.get(member.instance_id)
         if old is not None and old.member.incarnation != member.incarnation and old.health is not Health.DEAD:
             events.append(HealthChanged(member=old.member, health=Health.DEAD))
-        load = old.load if old is not None and old.member.incarnation == member.incarnation else Load()
         is_new = member.instance_id not in self._leases
         self._leases[member.instance_id] = Lease(member=member, health=Health.ALIVE, load=load, renewed_s=now_s)
         if is_new:  # joining is rare, reading the table in order is not
@@ -91,6 +104,7 @@ class PeerTable:
 
     def expire(self, now_s: float) -> list[PeerEvent]:
         """Move leases along by age; forget the long dead, so that the table stays bounded."""
+        self._forgive(now_s)
         events: list[PeerEvent] = []
         for instance_id, lease in list(self._leases.items()):
             age_s = now_s - lease.renewed_s
@@ -111,3 +125,12 @@ class PeerTable:
                 self.revision += 1
                 events.append(HealthChanged(member=lease.member, health=health))
         return events
+
+    def _forgive(self, now_s: float) -> None:
+        slept_s = 0.0
+        if self._look_every_s is not None and self._looked_s is not None:
+            slept_s = max(0.0, now_s - self._looked_s - self._look_every_s)
+        self._looked_s = now_s
+        if slept_s:
+            for instance_id, lease in self._leases.items():
+                self._leases[instance_id] = replace(lease, renewed_s=min(now_s, lease.renewed_s + slept_s))

@@ -193,6 +193,9 @@ class MessengerCore:
         self.pool.release(_holder(job_id))
         return ended
 
+    def has_job(self, job_id: JobId) -> bool:
+        return job_id in self._jobs
+
     def all_jobs(self) -> list[JobId]:
         return list(self._jobs)
 

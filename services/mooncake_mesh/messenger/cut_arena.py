@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import structlog
 
-from mooncake_mesh.errors import MooncakeError, PeerUnreachable
+from mooncake_mesh.errors import MooncakeError, PeerUnreachable, SliceLost
 from mooncake_mesh.kv.block_hash import join_keys, split_keys
 from mooncake_mesh.kv.block_pool import NoRoom
 from mooncake_mesh.mesh.arena import Holder
@@ -46,8 +46,12 @@ from mooncake_proto.transfer import (
 log = structlog.get_logger(__name__)
 
 _FETCH_TIMEOUT_S: Final = 20.0
+_REACH_TIMEOUT_S: Final = 0.5
+"""A node that died a moment ago may still be said to have a prefix: to compute it is quicker than to wait for it."""
+
 _RECENT_COPIES: Final = 8
 _MOST_WORKERS: Final = 4096
+_MOST_RELEASED: Final = 4096
 _TENANTS_REPORTED: Final = 32
 
 
@@ -83,6 +87,7 @@ class CutArena:
         self._fetches: dict[TransferId, str] = {}
         self._fetching: dict[BlockKey, asyncio.Event] = {}  # the first key of what is being fetched
         self._attached: OrderedDict[Incarnation, None] = OrderedDict()
+        self._released: OrderedDict[JobId, None] = OrderedDict()
         self._replicating: asyncio.Task[None] | None = None
         self.prefix_pins = PrefixPins(core.pool)
         self._ahead = AheadReader(core, ssd, tasks, me=me, end_job=self.end_job)
@@ -124,6 +129,8 @@ class CutArena:
 
         def attempt() -> Acquired | None:
             self._check_attached(request)
+            if request.job_id in self._released:
+                raise SliceLost(f"job {request.job_id} was released before it had any blocks")
             result = core.acquire(request, monotonic())
             return None if isinstance(result, NoRoom) else result
 
@@ -192,7 +199,8 @@ class CutArena:
                 job_id=request.job_id,
                 tenant=request.tenant,
             )
-            pushing = await self._peers.get(request.fetch_from).call(push, Pushing, timeout_s=_FETCH_TIMEOUT_S)
+            source = await self._peers.reach(request.fetch_from, timeout_s=_REACH_TIMEOUT_S)
+            pushing = await source.call(push, Pushing, timeout_s=_FETCH_TIMEOUT_S)
             landing.shorten(pushing.n_blocks)
             core.settle(landing)
             async with asyncio.timeout(_FETCH_TIMEOUT_S):
@@ -250,6 +258,15 @@ class CutArena:
     def read_ahead(self, order: ReadAhead) -> None:
         """A request was placed whose prefix is on this node's SSD."""
         self._ahead.announce(order)
+
+    def release(self, job_id: JobId) -> None:
+        """End a job for its worker. One that comes first, on a newer connection, is remembered: nobody would ever give
+        back what its Acquire gets then."""
+        if not self.core.has_job(job_id):
+            self._released[job_id] = None
+            if len(self._released) > _MOST_RELEASED:
+                self._released.popitem(last=False)
+        self.end_job(job_id, "the job was released")
 
     def end_job(self, job_id: JobId, why: str) -> None:
         for transfer_id in self.core.release(job_id, why):

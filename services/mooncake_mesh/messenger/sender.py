@@ -148,7 +148,7 @@ class Sender:
 
     async def _open(self, sending: _Sending, deadline_s: float) -> SendPath:
         transfer_id = sending.outbound.transfer_id
-        peer = self._peers.get(sending.target)
+        peer = await self._peers.reach(sending.target)  # blocks are not held for a receiver that is gone
         request = OpenTransfer(transfer_id=transfer_id, source=self._me, transports=self._offered, rdma=self._rdma)
         plan = await peer.call(request, TransferPlan, timeout_s=deadline_s)
         sending.outbound.planned(plan.slots)

@@ -7,6 +7,7 @@ ROUTER workers of this node    Attach, Acquire, Grow, Seal, Release, StartSend â
 ROUTER other messengers        OpenTransfer, SliceOffer, ConnectQp, AbortTransfer, PushBlocks
 ROUTER conductor               ReadAhead, Replicate
 ROUTER gateways                PinPrefix
+ROUTER operators               Stop
 Unix   workers, messengers     the arena's descriptor; open for the life of the process
 TCP    other messengers        slices, where the transport is tcp
 ====== ======================= =========================================================
@@ -24,6 +25,7 @@ from mooncake_mesh.config import MessengerConfig, TransportKind
 from mooncake_mesh.config_tenants import tenant_quotas
 from mooncake_mesh.errors import (
     ConfigError,
+    Draining,
     InvalidRequest,
     NoFreeBlocks,
     TransferError,
@@ -33,6 +35,7 @@ from mooncake_mesh.mesh.arena_memory import Arena
 from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.host import host_id
 from mooncake_mesh.mesh.membership import Membership
+from mooncake_mesh.mesh.orders import stop_ordered
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
@@ -45,7 +48,7 @@ from mooncake_mesh.messenger.ssd import NodeSsd
 from mooncake_mesh.messenger.store.records import Namespace
 from mooncake_mesh.messenger.transports.shm import SourceArenas
 from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
-from mooncake_proto.control import Load, Member, Ok, Ping, Pong, Role
+from mooncake_proto.control import Load, Member, Ok, Ping, Pong, Role, Stop
 from mooncake_proto.ids import InstanceId, NodeId, new_incarnation
 from mooncake_proto.rdma import ConnectQp, QpConnected
 from mooncake_proto.transfer import (
@@ -115,6 +118,7 @@ class MessengerService:
     def _handlers(self) -> dict[type, Handler]:
         return {
             Ping: self._ping,
+            Stop: self._stop,
             Attach: self._attach,
             Acquire: self._acquire,
             Grow: self._grow,
@@ -190,6 +194,11 @@ class MessengerService:
         return Pong(
             role=Role.MESSENGER, instance_id=InstanceId(self._config.instance_id), incarnation=self._incarnation
         )
+
+    def _stop(self, order: Stop, _: Caller) -> Ok:
+        if self._lifecycle is None:
+            raise Draining("the messenger has not begun yet")
+        return stop_ordered(order, self._incarnation, self._lifecycle)
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -323,7 +332,7 @@ class MessengerService:
 
     def _release(self, request: Release, _: Caller) -> Ok:
         if self._cut is not None:
-            self._cut.end_job(request.job_id, "the job was released")
+            self._cut.release(request.job_id)
         return Ok()
 
     def _start_send(self, request: StartSend, _: Caller) -> None:

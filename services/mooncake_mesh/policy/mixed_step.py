@@ -58,9 +58,12 @@ def step_s(step: MixedStep, sequences: int, context_tokens: int, chunk_tokens: i
     )
 
 
-def longest_chunk(step: MixedStep, sequences: int, context_tokens: int, chunk_start: int) -> int:
-    """The longest chunk, in whole grains, that keeps the limit of such a step; 0 if not even one grain does."""
-    left_s = step.limit_s - _without_chunk_s(step, sequences, context_tokens, chunk_start)
+def longest_chunk(
+    step: MixedStep, sequences: int, context_tokens: int, chunk_start: int, *, waited_s: float = 0.0
+) -> int:
+    """The longest chunk, in whole grains, that keeps the limit of such a step, less *waited_s*; 0 if not even one grain
+    does."""
+    left_s = step.limit_s - waited_s - _without_chunk_s(step, sequences, context_tokens, chunk_start)
     if left_s < 0:
         return 0
     token_s = step.token_s + 2 * step.pair_s * chunk_start

@@ -187,15 +187,18 @@ def choose_kvcache_centric(
     if not frontier:
         return _soonest(able, estimates, ())
     best = frontier[0]
-    candidates = [
-        estimates.fetching(instance, best)
-        if best.node != instance.node_id and best.blocks > threshold * estimates.local_way(instance)[1]
-        else estimates.locally(instance)
-        for instance in able
-    ]
-    limit_s = AS_GOOD * min(choice.ttft_s for choice in candidates)
-    as_good = (choice for choice in candidates if choice.ttft_s <= limit_s)
-    return min(as_good, key=lambda choice: (choice.fetch_node is not None, *_turn(choice.instance)))
+
+    def way(instance: InstanceView) -> tuple[float, bool, InstanceView]:
+        local_s, local_blocks = estimates.local_way(instance)
+        if best.node != instance.node_id and best.blocks > threshold * local_blocks:
+            return estimates.fetched_s(instance, best), True, instance
+        return local_s, False, instance
+
+    ways = [way(instance) for instance in able]
+    limit_s = AS_GOOD * min([ttft_s for ttft_s, _, _ in ways])
+    as_good = ((is_fetching, instance) for ttft_s, is_fetching, instance in ways if ttft_s <= limit_s)
+    is_fetching, chosen = min(as_good, key=lambda way: (way[0], *_turn(way[1])))
+    return estimates.fetching(chosen, best) if is_fetching else estimates.locally(chosen)
 
 
 def choose_adaptive(

@@ -44,7 +44,7 @@ class InstanceView:
     blocks_total: int
     blocks_available: int
     busy_until_s: float = 0.0
-    queue: tuple[QueuedPrompt, ...] = ()
+    queue: Sequence[QueuedPrompt] = ()
     least_urgent: int = 0
     running_jobs: int = 0
     running_tokens: int = 0

@@ -74,6 +74,7 @@ class PromptComputer:
             raise StopRequested
         entry.started_s = monotonic()
         self._core.move(entry, JobStage.COMPUTING)
+        log.debug("prompt_begun", job_id=entry.job.job_id, cached_tokens=entry.cached_tokens)
         tokens = np.frombuffer(entry.job.tokens, dtype="<i4").astype(np.int32, copy=False)
         for chunk in self._core.chunks(entry):
             is_last = chunk.end == entry.prompt_tokens

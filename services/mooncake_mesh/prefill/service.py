@@ -68,6 +68,7 @@ class PrefillService:
             load=self._load,
             on_stop=self._stop_all,
             on_gateway_lost=self._gateway_lost,
+            has_job=lambda job_id: self._core.get(job_id) is not None,
         )
         self._submitted = Bell()
         self._over = Bell()
@@ -316,7 +317,7 @@ class PrefillService:
         try:
             async with self._station.waits.interruptible(entry.job.job_id):
                 done = PrefillDone(job_id=entry.job.job_id, token=token)
-                await self._station.peers.get(decode.endpoint).send(done, timeout_s=self._left_s(entry))
+                await self._station.peers.get(decode.endpoint).call(done, Ok, timeout_s=self._left_s(entry))
                 request = FinishSend(transfer_id=entry.job.transfer_id)
                 report = await self._station.messenger.call(request, SendReport, timeout_s=self._left_s(entry))
             log.info(

@@ -17,13 +17,15 @@ from mooncake_mesh.mesh.arena import Holder
 from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.node_arena import NodeArena
+from mooncake_mesh.mesh.orders import check_incarnation, stop_ordered
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.worker.grammars import Grammars
 from mooncake_mesh.worker.job_waits import EarlyCancels, JobWaits
-from mooncake_proto.control import Load, Member, ModelCard, Ok, Ping, Pong, Role
+from mooncake_proto.control import Drain, Load, Member, ModelCard, Ok, Ping, Pong, Role, Stop
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, new_incarnation
+from mooncake_proto.job_query import JobQuery, JobStanding
 from mooncake_proto.serving import JobFailed
 from mooncake_proto.transfer import Release
 
@@ -31,6 +33,7 @@ log = structlog.get_logger(__name__)
 
 _T = TypeVar("_T")
 _RELEASE_TIMEOUT_S: Final = 5.0
+_RELEASE_PAUSE_S: Final = 0.2
 _SWITCH_S: Final = 0.0002
 """How long the event loop may keep the engine thread from the interpreter, and the other way round. Python's 5 ms
 would be added to a step whenever a message is being handled just as the device is done."""
@@ -44,7 +47,7 @@ class Station:
     there once the engine is loaded.
 
     *on_stop(error)* must end every job of the service with that error: the arena is gone, or draining took too long.
-    *on_gateway_lost(endpoint)* must stop the jobs whose tokens go there. *is_idle* says that no job is left.
+    *on_gateway_lost(endpoint)* must stop the jobs whose tokens go there. *has_job* says whether a job is here.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Station:
         load: Callable[[], Load],
         on_stop: Callable[[MooncakeError], None],
         on_gateway_lost: Callable[[str], None],
+        has_job: Callable[[JobId], bool] = lambda _: False,
     ) -> None:
         sys.setswitchinterval(_SWITCH_S)
         self.me = Holder(instance_id=InstanceId(config.instance_id), incarnation=new_incarnation())
@@ -65,11 +69,13 @@ class Station:
         self.grammars: Grammars
         self.early_cancels = EarlyCancels()
         self.is_draining = False
+        self._is_closed = False
         self._config = config
         self._role = role
         self._tasks = tasks
         self._load = load
         self._on_stop = on_stop
+        self._has_job = has_job
         self._engine_thread = Crew(1, name="engine")
         self._conductor = RpcClient(config.conductor)
         self._arena: NodeArena | None = None
@@ -104,7 +110,13 @@ class Station:
         idle: Callable[[], Awaitable[object]],
     ) -> None:
         """Serve until *lifecycle* says stop, then let the accepted jobs finish (*idle* returns when they have)."""
-        server = RpcServer(self._config.bind, {Ping: self._ping, **handlers}, self._tasks)
+        orders: dict[type, Handler] = {
+            Ping: self._ping,
+            JobQuery: self._job_queried,
+            Drain: self._drain_ordered,
+            Stop: lambda order, _: stop_ordered(order, self.me.incarnation, lifecycle),
+        }
+        server = RpcServer(self._config.bind, orders | handlers, self._tasks)
         self._arena = self._node_arena(engine)
         running = [self._tasks.create_task(work) for work in (self._arena.run(), *background)]
         if await self._first_attached(self._arena, lifecycle):
@@ -144,11 +156,15 @@ class Station:
             log.info("gateway_unreachable", job_id=job_id, code=unreachable.code)
 
     async def release(self, job_id: JobId) -> None:
-        """Give the job's blocks back. Needs no success: a messenger that is gone has released all by itself."""
-        try:
-            await self.messenger.call(Release(job_id=job_id), Ok, timeout_s=_RELEASE_TIMEOUT_S)
-        except MooncakeError as error:
-            log.warning("release_failed", job_id=job_id, code=error.code)
+        """Give the job's blocks back, also to a messenger that was away for a while: it still holds them, unless it has
+        begun another life, and then its answer is the same. Nothing is owed once the process ends."""
+        while not self._is_closed:
+            try:
+                await self.messenger.call(Release(job_id=job_id), Ok, timeout_s=_RELEASE_TIMEOUT_S)
+                return
+            except MooncakeError as error:
+                log.warning("release_failed", job_id=job_id, code=error.code)
+                await asyncio.sleep(_RELEASE_PAUSE_S)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -218,7 +234,20 @@ class Station:
     def _ping(self, _: Ping, __: Caller) -> Pong:
         return Pong(role=self._role, instance_id=self.me.instance_id, incarnation=self.me.incarnation)
 
+    def _job_queried(self, query: JobQuery, _: Caller) -> JobStanding:
+        return JobStanding(job_id=query.job_id, known=self._has_job(query.job_id))
+
+    def _drain_ordered(self, order: Drain, _: Caller) -> Ok:
+        """The load tells that it drains, and when it has drained."""
+        check_incarnation(order.incarnation, self.me.incarnation)
+        if not self.is_draining:
+            log.info("draining", running_jobs=self._load().running_jobs)
+            self.is_draining = True
+            self.news()
+        return Ok()
+
     def _close(self) -> None:
+        self._is_closed = True
         self.peers.close()
         self.messenger.close()
         self._conductor.close()

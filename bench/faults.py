@@ -1,0 +1,106 @@
+"""What breaks a mesh of real processes, and whether anything is lost: `python -m bench.faults`.
+
+====================== ==============================================================================================
+without an option      the matrix: process x stage of a request x fault, see fault_matrix.py
+``--random MINUTES``   random faults under load, see fault_random.py
+``--storm``            hundreds of streams cancelled at once, see fault_storm.py
+====================== ==============================================================================================
+
+All on a mesh of fake engines with a spare for each worker and messenger (fault_mesh.py). The exit code is 1 after any
+violation.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from bench.fault_matrix import Cell, Fault, Target, run_matrix, table
+from bench.fault_mesh import Books, fault_mesh
+from bench.fault_random import RandomRun
+from bench.fault_stages import Stage
+from bench.fault_storm import STREAMS, storm
+from tests.mesh.fork_server import ForkServer
+from tests.mesh.harness import Mesh
+
+_STORM_RATIO = 1.5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.faults", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--random", type=float, metavar="MINUTES", help="random faults under load, for so long")
+    parser.add_argument("--storm", action="store_true", help=f"cancel {STREAMS} streams within two seconds")
+    parser.add_argument("--seed", default=str(random.randrange(10**6)), help="of what is random; times still differ")
+    for name, choices in (("target", Target), ("fault", Fault), ("stage", Stage)):
+        names = [choice.name.lower() for choice in choices]
+        parser.add_argument(f"--{name}", choices=names, action="append", help="only this part of the matrix")
+    arguments = parser.parse_args()
+    act = _random if arguments.random is not None else _storm if arguments.storm else _matrix
+    return _with_forks(lambda: act(arguments))
+
+
+def _with_forks(act: Callable[[], list[str]]) -> int:
+    """Run *act*, which says what was violated; the exit code."""
+    began_s = time.monotonic()
+    with ForkServer() as server:
+        Mesh.fork_servers["fake"] = server
+        violations = act()
+    for violation in violations:
+        print(f"VIOLATION {violation}")
+    print(
+        f"faults {'FAILED' if violations else 'passed'}: {len(violations)} violations, "
+        f"{time.monotonic() - began_s:.0f} s"
+    )
+    return 1 if violations else 0
+
+
+def _matrix(arguments: argparse.Namespace) -> list[str]:
+    def is_meant(choice: Target | Fault | Stage, names: list[str] | None) -> bool:
+        return not names or choice.name.lower() in names
+
+    cells = [
+        Cell(target=target, fault=fault, stage=stage)
+        for target in Target
+        for fault in Fault
+        for stage in Stage
+        if is_meant(target, arguments.target) and is_meant(fault, arguments.fault) and is_meant(stage, arguments.stage)
+    ]
+    outcomes = run_matrix(cells)
+    print(table(outcomes))
+    ends = sum((outcome.ends for outcome in outcomes), Counter[str]())
+    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(ends.items()))
+    print(f"{len(outcomes)} cells, {sum(ends.values())} requests: {kinds}")
+    return [violation for outcome in outcomes for violation in outcome.violations]
+
+
+def _random(arguments: argparse.Namespace) -> list[str]:
+    print(f"bench.faults --random {arguments.random:g} --seed {arguments.seed}", flush=True)
+    run = RandomRun(minutes=arguments.random, seed=arguments.seed)
+    run.run()
+    print(run.report())
+    return [f"{violation} (seed {arguments.seed})" for violation in run.violations]
+
+
+def _storm(arguments: argparse.Namespace) -> list[str]:
+    with fault_mesh() as mesh:
+        books = Books(mesh)
+        books.open()
+        result = asyncio.run(storm(mesh.http, random.Random(arguments.seed)))
+        over_s = time.monotonic()
+        violations = books.differences(over_s)
+    before, after = (" ".join(f"{1e3 * time_s:.0f}" for time_s in times) for times in (result.before_s, result.after_s))
+    states = ", ".join(f"{n} {state}" for state, n in sorted(result.states.items()))
+    print(f"{STREAMS} streams left: {states}; seed {arguments.seed}")
+    print(
+        f"TTFT in ms before {before}; after {after}; medians {result.ratio:.2f}x, first after {result.first_ratio:.2f}x"
+    )
+    if result.ratio > _STORM_RATIO:
+        violations.append(f"after the storm the TTFT is {result.ratio:.2f} times that before, over {_STORM_RATIO:g}")
+    return violations
+
+
+if __name__ == "__main__":
+    sys.exit(main())
