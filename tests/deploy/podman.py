@@ -64,7 +64,13 @@ def environment() -> dict[str, str]:
 def run(*command: str, timeout_s: float = _CALL_S, check: bool = True, **more: Any) -> str:
     """The output of a command. Raises AssertionError with it where *check* asks for success and there is none."""
     done = subprocess.run(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s, text=True, **more
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=timeout_s,
+        text=True,
+        **more,
     )
     assert done.returncode == 0 or not check, f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}"
     return done.stdout

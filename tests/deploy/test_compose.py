@@ -31,7 +31,9 @@ class Stack:
         files = [podman.REPOSITORY / "docker-compose.yml"]
         if not Path("/run/systemd/private").exists():  # podman's clock for health checks; the test asks by itself
             files.append(folder / "no-health-checks.json")
-            files[-1].write_text(json.dumps({"services": {name: {"healthcheck": {"disable": True}} for name in _SERVICES}}))
+            files[-1].write_text(
+                json.dumps({"services": {name: {"healthcheck": {"disable": True}} for name in _SERVICES}})
+            )
         given = [f"--file={file}" for file in files]
         self._compose = (compose, f"--env-file={settings}", f"--project-name={_PROJECT}", *given)
 
