@@ -28,6 +28,7 @@ class Machine:
             f"--name={_NAME}",
             "--systemd=always",
             "--user=root",
+            "--workdir=/",
             "--cap-add=SYS_ADMIN",  # so that the units' sandboxes are made
             "--security-opt=seccomp=unconfined",
             f"--volume={podman.REPOSITORY}/deploy/systemd:/deploy:ro",

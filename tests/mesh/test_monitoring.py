@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 from typing import Any, Final
@@ -57,6 +59,15 @@ def test_the_members_are_told(fake_mesh: Mesh) -> None:
         text = answer.read().decode()
     assert 'mooncake_instance_takes_work{instance="decode0",node="node1",role="decode"} 1.0' in text
     assert re.search(r'mooncake_pool_blocks\{node="node0",state="total"\} [1-9]', text)
+
+
+@pytest.mark.parametrize(("name", "code"), [("prefill0", 0), ("nobody", 1)])
+def test_a_process_is_asked_whether_it_answers(fake_mesh: Mesh, name: str, code: int) -> None:
+    asked = [sys.executable, "-m", "mooncake_mesh", "ping", f"--endpoint=ipc://{fake_mesh.folder}/{name}.ipc"]
+    done = subprocess.run([*asked, "--timeout-s=5"], capture_output=True, text=True)
+    assert done.returncode == code
+    said = done.stderr if code else done.stdout
+    assert said.startswith("mooncake ping: no answer" if code else f"prefill {name} incarnation=")
 
 
 def test_the_dashboard_is_one_that_grafana_loads() -> None:
