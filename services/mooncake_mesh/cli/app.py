@@ -13,9 +13,11 @@ from mooncake_mesh.cli.loading import load
 from mooncake_mesh.cli.settings import add_flags, dump
 from mooncake_mesh.config import (
     SECTIONS,
+    DecodeConfig,
     DoctorConfig,
     LogFormat,
     LogLevel,
+    PrefillConfig,
     RoleConfig,
     UpConfig,
 )
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         if arguments.print_config:
             sys.stdout.write(dump(config))
             return 0
-        return _start(name, config, arguments)
+        return _start(name, config, arguments, environ)
     except ConfigError as error:
         sys.stderr.write(f"mooncake {name}: {error}\n")
         return 2
@@ -99,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _start(name: str, config: RoleConfig, arguments: argparse.Namespace) -> int:
+def _start(name: str, config: RoleConfig, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     match config:
         case UpConfig():
             from mooncake_mesh.cli import up
@@ -129,6 +131,13 @@ def _start(name: str, config: RoleConfig, arguments: argparse.Namespace) -> int:
 
             _log_errors_only(name)
             return chat.run(config)
+        case PrefillConfig(switchable=True) | DecodeConfig(switchable=True):
+            from mooncake_mesh.cli import roles
+
+            file_only = argparse.Namespace(config=arguments.config)
+            if isinstance(config, PrefillConfig):
+                return roles.run_switchable(name, config, load(DecodeConfig, flags=file_only, environ=environ))
+            return roles.run_switchable(name, config, load(PrefillConfig, flags=file_only, environ=environ))
         case _:
             from mooncake_mesh.cli import roles
 

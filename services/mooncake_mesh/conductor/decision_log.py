@@ -134,7 +134,7 @@ class DecisionLog:
         return PrefillCandidate(
             instance_id=instance.instance_id,
             node_id=instance.node_id,
-            queue_s=estimates.queue_s(instance),
+            queue_s=estimates.queue_s(instance, max(way.local_blocks, way.fetch_blocks)) - way.delay_s,
             ttft_s=way.ttft_s,
             prefix_blocks=max(way.local_blocks, way.fetch_blocks),
             copy_from=way.fetch_node,

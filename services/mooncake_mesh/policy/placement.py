@@ -18,6 +18,7 @@ from mooncake_mesh.policy.cost_model import CostModel, instance_step_s
 from mooncake_mesh.policy.decisions import Placed, Refused, contended, unavailable
 from mooncake_mesh.policy.hybrid import inline_choice, longest_step_s
 from mooncake_mesh.policy.prefill_choice import PREFILL_POLICIES, Estimates
+from mooncake_mesh.policy.roles import RoleRules
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
 from mooncake_proto.ids import InstanceId
 
@@ -35,7 +36,7 @@ class Scheduling:
 
     ``replication_share`` is how much of the time of a node's link copies of hot prefixes may take that no request
     waits for; with 0 there are none. ``hybrid_step_s`` is how long a decode instance's step may take while it computes
-    a prompt, None: a share of the TBT objective.
+    a prompt, None: a share of the TBT objective. ``roles`` lets instances that can switch their role do so.
     """
 
     placement: PlacementKind = PlacementKind.ADAPTIVE
@@ -43,6 +44,7 @@ class Scheduling:
     replication_share: float = 0.0
     admission: Admission = field(default_factory=Admission)
     hybrid_decode: HybridDecodeKind = HybridDecodeKind.OFF
+    roles: RoleRules | None = None
     hybrid_step_s: float | None = None
 
 

@@ -25,6 +25,7 @@ from typing import Final
 
 from mooncake_mesh.config_scheduling import PlacementKind
 from mooncake_mesh.policy.cost_model import CostModel
+from mooncake_mesh.policy.queue_order import begin_s
 from mooncake_mesh.policy.views import ClusterView, InstanceView, RequestShape
 from mooncake_proto.ids import NodeId
 
@@ -34,11 +35,13 @@ AS_GOOD: Final = 1.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChoice:
-    """As in :class:`~mooncake_mesh.policy.decisions.Placed`."""
+    """As in :class:`~mooncake_mesh.policy.decisions.Placed`. ``delay_s``: by how much others, whom it overtakes, get
+    their first tokens later, all together."""
 
     instance: InstanceView
     ttft_s: float
     local_blocks: int
+    delay_s: float = 0.0
     fetch_node: NodeId | None = None
     fetch_blocks: int = 0
     read_node: NodeId | None = None
@@ -80,10 +83,26 @@ class Estimates:
         self._prefill: dict[int, float] = {}
         self._copy: dict[int, float] = {}
 
-    def queue_s(self, instance: InstanceView) -> float:
-        """Until *instance* has computed what it has accepted."""
+    def queue_s(self, instance: InstanceView, cached_blocks: int) -> float:
+        """Until *instance* has computed what comes before a prompt of which *cached_blocks* are there.
+
+        And what all that it overtakes lose by that together, so that nobody wins less than others lose.
+        """
         left_s = instance.busy_until_s - self.now_s
-        return left_s if left_s > 0.0 else 0.0
+        if left_s <= 0.0:
+            return 0.0
+        if not instance.is_ordered:
+            return left_s
+        service_s = instance.factor * self.prefill_s(cached_blocks)
+        begins_s, overtaken = begin_s(instance, service_s, now_s=self.now_s, priority=self._request.priority)
+        return begins_s - self.now_s + overtaken * service_s
+
+    def delay_s(self, instance: InstanceView, cached_blocks: int) -> float:
+        """The part of :meth:`queue_s` that others bear."""
+        if not instance.is_ordered:
+            return 0.0
+        service_s = instance.factor * self.prefill_s(cached_blocks)
+        return begin_s(instance, service_s, now_s=self.now_s, priority=self._request.priority)[1] * service_s
 
     def prefill_s(self, cached_blocks: int) -> float:
         """To compute what *cached_blocks* leave, before an instance's own factor."""
@@ -108,8 +127,9 @@ class Estimates:
 
     def local_way(self, instance: InstanceView) -> tuple[float, int]:
         """Time to first token with what the instance's own node holds, and how many blocks of that it takes."""
-        node, queue_s = instance.node_id, self.queue_s(instance)
+        node = instance.node_id
         used = self.arena.get(node, 0)
+        queue_s = self.queue_s(instance, used)
         ttft_s = queue_s + instance.factor * self.prefill_s(used)
         if self.arena is not self.local and (blocks := self.local.get(node, 0)) > used:
             ready_s = max(queue_s, self.read_s(node, blocks - used))
@@ -121,15 +141,21 @@ class Estimates:
     def fetched_s(self, instance: InstanceView, source: Source) -> float:
         """Time to first token once *instance* has copied what its memory lacks of *source*'s prefix."""
         copy_s = source.wait_s + self.copy_s(source.blocks - self.arena.get(instance.node_id, 0))
-        return max(self.queue_s(instance), source.read_s) + copy_s + instance.factor * self.prefill_s(source.blocks)
+        return (
+            max(self.queue_s(instance, source.blocks), source.read_s)
+            + copy_s
+            + instance.factor * self.prefill_s(source.blocks)
+        )
 
     def locally(self, instance: InstanceView) -> PrefillChoice:
         """*instance* with what its own node holds."""
-        ttft_s, used = self.local_way(instance)
+        price_s, used = self.local_way(instance)
         arena = self.arena.get(instance.node_id, 0)
+        delay_s = self.delay_s(instance, used)
         return PrefillChoice(
             instance=instance,
-            ttft_s=ttft_s,
+            ttft_s=price_s - delay_s,
+            delay_s=delay_s,
             local_blocks=used,
             read_node=instance.node_id if used > arena else None,
             read_blocks=used - arena,
@@ -138,10 +164,11 @@ class Estimates:
 
     def fetching(self, instance: InstanceView, source: Source) -> PrefillChoice:
         """*instance* once it has copied what it lacks of *source*'s prefix."""
-        arena = self.arena.get(instance.node_id, 0)
+        arena, delay_s = self.arena.get(instance.node_id, 0), self.delay_s(instance, source.blocks)
         return PrefillChoice(
             instance=instance,
-            ttft_s=self.fetched_s(instance, source),
+            ttft_s=self.fetched_s(instance, source) - delay_s,
+            delay_s=delay_s,
             local_blocks=arena,
             fetch_node=source.node,
             fetch_blocks=source.blocks,
@@ -261,9 +288,10 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
     arena_blocks, now_s = estimates.arena, estimates.now_s
     is_tiered = arena_blocks is not estimates.local
     for instance in able:
-        if instance.busy_until_s > latest_s:
+        if instance.busy_until_s > latest_s and not instance.is_ordered:
             continue  # its queue alone takes longer than the best way
-        arena, queue_s = arena_blocks.get(instance.node_id, 0), max(0.0, instance.busy_until_s - now_s)
+        arena = arena_blocks.get(instance.node_id, 0)
+        queue_s = estimates.queue_s(instance, arena) if instance.is_ordered else max(0.0, instance.busy_until_s - now_s)
         if is_tiered:
             ttft_s, _ = estimates.local_way(instance)
         else:
@@ -274,6 +302,8 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
                 break
             if source.node == instance.node_id:
                 continue  # reading it is a local way
+            if instance.is_ordered:
+                queue_s = estimates.queue_s(instance, source.blocks)
             fetched_s = max(queue_s, source.read_s) + source.wait_s + estimates.copy_s(source.blocks - arena)
             fetched_s += instance.factor * estimates.prefill_s(source.blocks)
             if fetched_s < ttft_s:

@@ -6,6 +6,7 @@ since an instance last reported belongs into its view too, or a burst between tw
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from mooncake_proto.ids import InstanceId, NodeId
 
@@ -14,20 +15,23 @@ from mooncake_proto.ids import InstanceId, NodeId
 class QueuedPrompt:
     """A prompt of ``tokens`` that an instance has accepted and will compute in ``prefill_s``.
 
-    Lower ``priority`` is more urgent.
+    Lower ``priority`` is more urgent. A prompt of equal priority that is due before ``due_s`` overtakes it, if it is
+    still computed by ``latest_s`` then; None: nobody does.
     """
 
     tokens: int
     prefill_s: float
     priority: int = 0
+    due_s: float | None = None
+    latest_s: float = inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceView:
     """One instance, prefill or decode; fields that do not apply to its role keep their defaults.
 
-    Prefill: ``queue`` are the accepted prompts that are not computed yet, oldest first; all are by ``busy_until_s``.
-    ``least_urgent`` is the largest priority among them.
+    Prefill: ``queue`` are the accepted prompts that are not computed yet, next one first; all are by ``busy_until_s``.
+    ``least_urgent`` is the largest priority among them; ``is_ordered``: a prompt that comes may overtake some of them.
     Decode: running jobs are in the batch, waiting ones have their KV still to come; ``sequences`` are the (tokens,
     decoded tokens) of the running ones, ``step_s`` is how long a step takes of late, and ``kv_limit_tokens`` how much
     KV it can run within the TBT objective, 0 for no limit but its blocks; ``max_batch`` sequences fit a step, 0 if
@@ -46,6 +50,7 @@ class InstanceView:
     busy_until_s: float = 0.0
     queue: Sequence[QueuedPrompt] = ()
     least_urgent: int = 0
+    is_ordered: bool = False
     running_jobs: int = 0
     running_tokens: int = 0
     waiting_jobs: int = 0
