@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from mooncake_mesh.config_checks import above_zero, at_least, connected
 
@@ -74,3 +74,13 @@ class PingConfig:
     def __post_init__(self) -> None:
         connected(self, "endpoint")
         above_zero(self, "timeout_s")
+
+
+AskingConfig = StatusConfig | PingConfig | ChatConfig | ProfileConfig
+
+ASKING: Final[dict[str, type[AskingConfig]]] = {
+    "status": StatusConfig,
+    "ping": PingConfig,
+    "chat": ChatConfig,
+    "profile": ProfileConfig,
+}
