@@ -63,6 +63,7 @@ _ALSO: Final = {"B2": "B1", "B6": "B5"}
 _QUICK: Final = ("A1", "A2", "A4", "A7")
 _QUICK_REQUESTS: Final = 1_000
 _SEEDS: Final = 3
+_RUNS_PER_LINE: Final = 25
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("bench.paper: interrupted; what was run is kept\n")
         return 130
-    report.plain().finish(args)
+    report.shown().finish(argparse.Namespace(json=None))
+    if args.json:
+        machines = report.plain()
+        machines.write(args.json, machines.rows)
     return _written(report, args)
 
 
@@ -127,7 +131,12 @@ def _measure(bench: Bench, jobs: Jobs, ids: Sequence[str]) -> None:
             bars.console.print(text, highlight=False)
             bars.update(bar, completed=jobs.done, total=jobs.done + jobs.waiting)
 
-        bench.say = say
+        def made() -> None:
+            bars.update(bar, completed=jobs.done, total=jobs.done + jobs.waiting)
+            if jobs.done % _RUNS_PER_LINE == 0:
+                say(f"{jobs.done} runs made, {jobs.waiting} wait")
+
+        bench.say, jobs.on_made = say, made
 
         def measure(id_: str) -> None:
             started_s = perf_counter()
