@@ -28,7 +28,7 @@ COST = LinearCost(
 )
 
 
-def view(name: str, *, busy_s: float = 0.0, jobs: int = 0, factor: float = 1.0, last_placed: int = 0) -> InstanceView:
+def view(name: str, *, busy_s: float = 0.0, jobs: int = 0, factor: float = 1.0) -> InstanceView:
     return InstanceView(
         instance_id=InstanceId(name),
         node_id=NodeId(f"n{name[1:]}"),
@@ -37,7 +37,6 @@ def view(name: str, *, busy_s: float = 0.0, jobs: int = 0, factor: float = 1.0, 
         busy_until_s=100.0 + busy_s,
         queue=(QueuedPrompt(tokens=1, prefill_s=0.0),) * jobs,
         factor=factor,
-        last_placed=last_placed,
     )
 
 
@@ -276,15 +275,17 @@ def test_equal_instances_tie_on_their_id_in_any_order(kind: PlacementKind) -> No
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PlacementKind if kind is not PlacementKind.RANDOM])
-def test_of_equal_instances_the_one_that_was_given_nothing_for_longest_is_taken(kind: PlacementKind) -> None:
-    pool = [view("p0", last_placed=7), view("p1", busy_s=1e-4, last_placed=3), view("p2", last_placed=5)]
-    assert chosen(kind, request(), pool).instance.instance_id == "p1", "a tenth of a millisecond decides nothing"
+def test_of_equal_instances_one_is_drawn(kind: PlacementKind) -> None:
+    pool = [view("p0", busy_s=3.0, jobs=1), view("p1", busy_s=1e-4), view("p2")]
+    names = {chosen(kind, request(number=n), pool).instance.instance_id for n in range(8)}
+    assert names == {"p1", "p2"}, "a tenth of a millisecond decides nothing"
 
 
 def test_an_equal_instance_that_would_have_to_copy_is_not_taken() -> None:
-    pool = [view("p0", last_placed=7), view("p1")]
     quick = replace(COST, transfer_base_s=0.0, transfer_bytes_per_s=1e15)
-    assert chosen(PlacementKind.ADAPTIVE, request(n0=8), pool, cost=quick).instance.instance_id == "p0"
+    for number in range(8):
+        choice = chosen(PlacementKind.ADAPTIVE, request(number=number, n0=8), [view("p0"), view("p1")], cost=quick)
+        assert choice.instance.instance_id == "p0"
 
 
 @pytest.mark.parametrize("kind", [PlacementKind.LOCAL, PlacementKind.KVCACHE_CENTRIC, PlacementKind.ADAPTIVE])

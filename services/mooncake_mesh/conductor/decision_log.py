@@ -206,7 +206,7 @@ def _against(placed: Placed, other: PrefillCandidate) -> str:
         return f"first token sooner than on {other.instance_id} ({times})"
     if not other.has_room:
         return f"{other.instance_id} has no room ({times})"
-    return f"as soon as on {other.instance_id}, first by name ({times})"
+    return f"as soon as on {other.instance_id}, drawn ({times})"
 
 
 def _cached_blocks(placed: Placed | None) -> int:

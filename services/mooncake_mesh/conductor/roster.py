@@ -72,8 +72,6 @@ class Roster:
         self._pending: defaultdict[InstanceId, deque[Pending]] = defaultdict(deque)
         self._queues: defaultdict[InstanceId, QueueReckoning] = defaultdict(QueueReckoning)
         self._reports: dict[InstanceId, tuple[Lease, float, PromptQueue]] = {}  # as of that lease and pace
-        self._last_placed: dict[InstanceId, int] = {}
-        self._n_placed = 0
         self._corrections: dict[InstanceId, Correction] = {}
         self._seen: dict[InstanceId, int] = {}
         self._links_free_s: dict[NodeId, float] = {}
@@ -113,7 +111,6 @@ class Roster:
         self._pending.pop(instance_id, None)
         self._queues.pop(instance_id, None)
         self._reports.pop(instance_id, None)
-        self._last_placed.pop(instance_id, None)
         self._corrections.pop(instance_id, None)
         self._seen.pop(instance_id, None)
         self._decode_spans_s.pop(instance_id, None)
@@ -153,8 +150,6 @@ class Roster:
         self._pending[work.prefill].append(
             Pending(placed_s=now_s, tokens=tokens, prefill_s=prefill_s, priority=work.priority)
         )
-        self._n_placed += 1
-        self._last_placed[work.prefill] = self._last_placed[work.decode] = self._n_placed
         if work.decode != work.prefill:
             self._queues[work.prefill].placed(prefill_s, now_s)
             self._pending[work.decode].append(Pending(placed_s=now_s, tokens=tokens))
@@ -219,11 +214,10 @@ class Roster:
         if node is not None:
             room = node_room(node.load, self._pending[node.member.instance_id])
         pending, pace = self._pending[member.instance_id], self.pace(member.instance_id)
-        last_placed = self._last_placed.get(member.instance_id, 0)
         if member.role is Role.PREFILL:
             until_s = self._queues[member.instance_id].busy_until_s
             reported = self._reported(lease, pace)
-            return prefill_view(lease, room, reported, pending, pace, busy_until_s=until_s, last_placed=last_placed)
+            return prefill_view(lease, room, reported, pending, pace, busy_until_s=until_s)
         return decode_view(
             lease,
             room,
@@ -232,7 +226,6 @@ class Roster:
             self.factor(member.instance_id),
             step_limit_s=self._step_limit_s,
             pace=pace,
-            last_placed=last_placed,
         )
 
     def is_getting_ready(self, model: str, role: Role) -> bool:

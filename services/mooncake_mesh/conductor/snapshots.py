@@ -188,7 +188,6 @@ def prefill_view(
     pace: float,
     *,
     busy_until_s: float,
-    last_placed: int,
 ) -> InstanceView:
     """*pending* comes after what was *reported*; *busy_until_s* is reckoned: a report alone would be as late as its
     beat."""
@@ -207,7 +206,6 @@ def prefill_view(
         is_ordered=reported.is_ordered,
         factor=pace,
         pace=pace,
-        last_placed=last_placed,
     )
 
 
@@ -220,7 +218,6 @@ def decode_view(
     *,
     step_limit_s: float | None,
     pace: float,
-    last_placed: int,
 ) -> InstanceView:
     """*step_limit_s* bounds the KV it may run; without one its blocks do.
 
@@ -256,5 +253,4 @@ def decode_view(
         max_batch=load.max_batch,
         factor=factor,
         pace=pace,
-        last_placed=last_placed,
     )

@@ -14,8 +14,8 @@ once that is read, whichever is sooner. Reading begins when the request is place
 than the queue.
 
 All take the same arguments and look at nothing else. Instances whose times are within AS_GOOD of the best are as good
-as each other: one that need not copy is taken, then the one that was given nothing for longest, and of those that never
-were, the first by id. Nothing depends on the order of a view.
+as each other: one that need not copy is taken, and of those one by the request's draw, so that work and cached prefixes
+spread. Nothing depends on the order of a view.
 """
 
 from collections.abc import Callable, Sequence
@@ -190,29 +190,29 @@ the float is ``kvcache_balancing_threshold``."""
 def choose_random(
     request: RequestShape, able: Sequence[InstanceView], _: ClusterView, estimates: Estimates, __: float
 ) -> PrefillChoice:
-    ordered = sorted(able, key=_id)
-    return estimates.locally(ordered[request.draw % len(ordered)])
+    return estimates.locally(drawn(request, able))
 
 
 def choose_least_loaded(
-    _: RequestShape, able: Sequence[InstanceView], __: ClusterView, estimates: Estimates, ___: float
+    request: RequestShape, able: Sequence[InstanceView], _: ClusterView, estimates: Estimates, __: float
 ) -> PrefillChoice:
-    return estimates.locally(min(able, key=lambda instance: (len(instance.queue), *_turn(instance))))
+    fewest = min(len(instance.queue) for instance in able)
+    return estimates.locally(drawn(request, [instance for instance in able if len(instance.queue) == fewest]))
 
 
 def choose_local(
-    _: RequestShape, able: Sequence[InstanceView], __: ClusterView, estimates: Estimates, ___: float
+    request: RequestShape, able: Sequence[InstanceView], _: ClusterView, estimates: Estimates, __: float
 ) -> PrefillChoice:
-    return _soonest(able, estimates, ())
+    return _soonest(request, able, estimates, ())
 
 
 def choose_kvcache_centric(
-    _: RequestShape, able: Sequence[InstanceView], cluster: ClusterView, estimates: Estimates, threshold: float
+    request: RequestShape, able: Sequence[InstanceView], cluster: ClusterView, estimates: Estimates, threshold: float
 ) -> PrefillChoice:
     """The test is the strict one of the FAST'25 paper; an instance that holds nothing is beyond any threshold."""
     frontier = sources(cluster, estimates)
     if not frontier:
-        return _soonest(able, estimates, ())
+        return _soonest(request, able, estimates, ())
     best = frontier[0]
 
     def way(instance: InstanceView) -> tuple[float, bool, InstanceView]:
@@ -223,15 +223,17 @@ def choose_kvcache_centric(
 
     ways = [way(instance) for instance in able]
     limit_s = AS_GOOD * min([ttft_s for ttft_s, _, _ in ways])
-    as_good = ((is_fetching, instance) for ttft_s, is_fetching, instance in ways if ttft_s <= limit_s)
-    is_fetching, chosen = min(as_good, key=lambda way: (way[0], *_turn(way[1])))
-    return estimates.fetching(chosen, best) if is_fetching else estimates.locally(chosen)
+    as_good = [(is_fetching, instance) for ttft_s, is_fetching, instance in ways if ttft_s <= limit_s]
+    local = [instance for is_fetching, instance in as_good if not is_fetching]
+    if local:
+        return estimates.locally(drawn(request, local))
+    return estimates.fetching(drawn(request, [instance for _, instance in as_good]), best)
 
 
 def choose_adaptive(
-    _: RequestShape, able: Sequence[InstanceView], cluster: ClusterView, estimates: Estimates, __: float
+    request: RequestShape, able: Sequence[InstanceView], cluster: ClusterView, estimates: Estimates, _: float
 ) -> PrefillChoice:
-    return _soonest(able, estimates, sources(cluster, estimates))
+    return _soonest(request, able, estimates, sources(cluster, estimates))
 
 
 PREFILL_POLICIES: Final[dict[PlacementKind, PrefillPolicy]] = {
@@ -281,7 +283,9 @@ def sources(cluster: ClusterView, estimates: Estimates) -> tuple[Source, ...]:
     return tuple(found)
 
 
-def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Sequence[Source]) -> PrefillChoice:
+def _soonest(
+    request: RequestShape, able: Sequence[InstanceView], estimates: Estimates, frontier: Sequence[Source]
+) -> PrefillChoice:
     """The quickest way over all instances and sources. Of equal ways the local one."""
     limit_s = latest_s = inf
     found: list[tuple[float, InstanceView, Source | None]] = []
@@ -313,15 +317,16 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
             limit_s = min(limit_s, AS_GOOD * ttft_s)
             latest_s = now_s + limit_s
     assert found, "at least one instance can take the prompt"
-    as_good = [way for way in found if way[0] <= limit_s]
-    _, instance, chosen = (
-        as_good[0] if len(as_good) == 1 else min(as_good, key=lambda way: (way[2] is not None, *_turn(way[1])))
-    )
+    as_good = {instance.instance_id: (instance, source) for ttft_s, instance, source in found if ttft_s <= limit_s}
+    local = [instance for instance, source in as_good.values() if source is None]
+    instance = drawn(request, local or [instance for instance, _ in as_good.values()])
+    _, chosen = as_good[instance.instance_id]
     return estimates.locally(instance) if chosen is None else estimates.fetching(instance, chosen)
 
 
-def _turn(instance: InstanceView) -> tuple[int, str]:
-    return (instance.last_placed, instance.instance_id)
+def drawn(request: RequestShape, instances: Sequence[InstanceView]) -> InstanceView:
+    """One of *instances*, all as good as each other, by the request's draw."""
+    return instances[0] if len(instances) == 1 else sorted(instances, key=_id)[request.draw % len(instances)]
 
 
 def _id(instance: InstanceView) -> str:

@@ -39,8 +39,6 @@ class InstanceView:
     ``blocks_available`` can be had for a new job: free, or cached and unreferenced. ``factor`` is by how much the
     instance is slower than the cost model says, as observed, and ``pace`` the same as far as it is known for sure;
     instances are compared by that, and those of prompts, which nothing else is asked of, have it as their factor.
-    ``last_placed`` is the number of the last placement on it, 0 for none: of instances that are as good as each other,
-    the one that has waited longest is taken.
     """
 
     instance_id: InstanceId
@@ -61,7 +59,6 @@ class InstanceView:
     max_batch: int = 0
     factor: float = 1.0
     pace: float = 1.0
-    last_placed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +87,7 @@ class RequestShape:
 
     ``prefix_blocks`` maps a node to the longest cached prefix it holds; an absent node holds none. Where ``ssd_starts``
     has the node, only so many blocks of it can be used at once, and the others are read from its SSD. ``draw`` is a
-    number from the caller's seeded generator, for policies that leave something to chance.
+    number from the caller's seeded generator, for what is left to chance.
     """
 
     prompt_tokens: int
