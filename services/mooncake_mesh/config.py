@@ -25,7 +25,7 @@ from mooncake_mesh.config_checks import (
     whole_blocks,
     words,
 )
-from mooncake_mesh.config_commands import ChatConfig, ProfileConfig, StatusConfig
+from mooncake_mesh.config_commands import ASKING, AskingConfig
 from mooncake_mesh.config_pipeline import PipelineConfig, layer_counts
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.config_run_dir import default_run_dir
@@ -380,9 +380,7 @@ RoleConfig = (
     | PrefillConfig
     | DecodeConfig
     | UpConfig
-    | StatusConfig
-    | ChatConfig
-    | ProfileConfig
+    | AskingConfig
     | DoctorConfig
 )
 """Every class that has a table of its own in a configuration file."""
@@ -394,9 +392,7 @@ SECTIONS: Final[dict[str, type[RoleConfig]]] = {
     "decode": DecodeConfig,
     "messenger": MessengerConfig,
     "up": UpConfig,
-    "status": StatusConfig,
-    "chat": ChatConfig,
-    "profile": ProfileConfig,
+    **ASKING,
     "doctor": DoctorConfig,
 }
 """Table name, environment prefix (in capitals) and sub-command → class."""

@@ -21,13 +21,14 @@ from mooncake_mesh.config import (
     RoleConfig,
     UpConfig,
 )
-from mooncake_mesh.config_commands import ChatConfig, ProfileConfig, StatusConfig
+from mooncake_mesh.config_commands import ChatConfig, PingConfig, ProfileConfig, StatusConfig
 from mooncake_mesh.errors import ConfigError
 
 _SUMMARIES: Final = {
     "up": "run a whole mesh on this machine",
     "chat": "talk to a mesh in the terminal",
     "status": "show the instances of a mesh, their queues and pools",
+    "ping": "ask one process of a mesh whether it answers",
     "profile": "measure the instances of an idle mesh and write their cost profile",
     "doctor": "tell what this machine offers a messenger, and what is missing",
     "gateway": "run a gateway: OpenAI HTTP endpoint and door for SDK clients",
@@ -111,6 +112,11 @@ def _start(name: str, config: RoleConfig, arguments: argparse.Namespace, environ
 
             _log_errors_only(name)
             return status.run(config)
+        case PingConfig():
+            from mooncake_mesh.cli import ping
+
+            _log_errors_only(name)
+            return ping.run(config)
         case DoctorConfig():
             from mooncake_mesh.cli import doctor
 

@@ -134,7 +134,7 @@ class Station:
             membership = Membership(self._conductor, self._member(engine, server.endpoint), self._load)
             self._membership = membership
             running.append(self._tasks.create_task(membership.run()))
-            lifecycle.ready(endpoint=server.endpoint, model=engine.spec.name)
+            lifecycle.ready(self._engine_thread.progress, endpoint=server.endpoint, model=engine.spec.name)
             await lifecycle.stopping.wait()
             await self._drain(membership, idle)
         for task in running:
