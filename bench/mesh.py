@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from types import MappingProxyType
 from typing import Final
 
 import psutil
 
-_READY_S: Final = 60.0
+_READY_S: Final = 180.0
+_ASK_EVERY_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ def _name(process: psutil.Process) -> str:
 def prefill_node(mesh: LocalMesh, number: int, engine: Sequence[str], arena_bytes: int) -> Iterator[None]:
     """One more node with a prefill instance in *mesh* for the length of the block: `up` puts all on one node.
 
-    Raises RuntimeError when it takes no work within a minute.
+    Raises RuntimeError when it takes no work within three minutes.
     """
     run_dir = Path(mesh.conductor.removeprefix("ipc://")).parent
     name, messenger = f"prefill{number}", f"ipc://{run_dir}/messenger{number}"
@@ -102,4 +103,5 @@ def _wait_for(instance_id: str, conductor: str) -> None:
         members = json.loads(answer.stdout)["cluster"]["members"] if answer.stdout else []
         if any(m["member"]["instance_id"] == instance_id and m["takes_work"] for m in members):
             return
+        sleep(_ASK_EVERY_S)  # asking takes a process of its own, and processor time from those that start
     raise RuntimeError(f"{instance_id} takes no work")

@@ -10,7 +10,9 @@ import os
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
@@ -20,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.paper_beyond import b1_b2_sizing, b3_hybrid_decode
-from bench.paper_cache import RunCache
+from bench.paper_cache import RunCache, code_digest
 from bench.paper_jobs import Jobs, end_with_workers
 from bench.paper_long import a6_long_context
 from bench.paper_overload import a8_early_rejection, b4_queue_order, b5_b6_hold
@@ -34,6 +36,7 @@ from bench.paper_reproduction import (
     a5_capacity,
     a7_global_cache,
 )
+from bench.paper_roles import b7_dynamic_roles
 from bench.paper_runs import Bench
 from bench.report import Report
 from bench.simulator_plots import NoMatplotlib
@@ -52,6 +55,7 @@ EXPERIMENTS: Final[dict[str, Callable[[Bench], None]]] = {
     "B3": b3_hybrid_decode,
     "B4": b4_queue_order,
     "B5": b5_b6_hold,
+    "B7": b7_dynamic_roles,
 }
 _ALSO: Final = {"B2": "B1", "B6": "B5"}
 """Sections that another experiment fills."""
@@ -59,6 +63,7 @@ _ALSO: Final = {"B2": "B1", "B6": "B5"}
 _QUICK: Final = ("A1", "A2", "A4", "A7")
 _QUICK_REQUESTS: Final = 1_000
 _SEEDS: Final = 3
+_RUNS_PER_LINE: Final = 25
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("bench.paper: interrupted; what was run is kept\n")
         return 130
-    report.plain().finish(args)
+    report.shown().finish(argparse.Namespace(json=None))
+    if args.json:
+        machines = report.plain()
+        machines.write(args.json, machines.rows)
     return _written(report, args)
 
 
@@ -110,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(bench: Bench, jobs: Jobs, ids: Sequence[str]) -> None:
     """All experiments at once: each waits for its runs, and the workers always have something to do."""
+    code_digest()  # before there are threads that would all find it out
     for also, by in _ALSO.items():
         if by in ids:
             bench.report.title(also, EXPERIMENTS[by])
@@ -122,12 +131,24 @@ def _measure(bench: Bench, jobs: Jobs, ids: Sequence[str]) -> None:
             bars.console.print(text, highlight=False)
             bars.update(bar, completed=jobs.done, total=jobs.done + jobs.waiting)
 
-        bench.say = say
+        def made() -> None:
+            bars.update(bar, completed=jobs.done, total=jobs.done + jobs.waiting)
+            if jobs.done % _RUNS_PER_LINE == 0:
+                say(f"{jobs.done} runs made, {jobs.waiting} wait")
+
+        bench.say, jobs.on_made = say, made
 
         def measure(id_: str) -> None:
             started_s = perf_counter()
             bench.report.title(id_, EXPERIMENTS[id_])
-            EXPERIMENTS[id_](bench)
+            try:
+                EXPERIMENTS[id_](bench)
+            except (BrokenExecutor, TraceMissing):
+                raise  # nobody can go on
+            except Exception:  # noqa: BLE001  one experiment's fault must not take the others' results with it
+                told = traceback.format_exc()
+                bench.report.note(f"{id_}: broken off:\n\n```\n{told}```")
+                say(f"{id_}: {told}")
             say(f"{id_}: done after {perf_counter() - started_s:.0f} s; {jobs.done} runs made, {jobs.waiting} wait")
 
         bench.each(measure, ids)

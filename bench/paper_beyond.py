@@ -26,7 +26,7 @@ _NEAR: Final = {
 """About where capacities lie, by workload and number of decode nodes (the six ratios that are swept): searches start
 there."""
 
-_HYBRID_NEAR: Final = {"conversation": 3.2, "tool-agent": 3.6, "synthetic": 3.5}
+_HYBRID_NEAR: Final = {"conversation": 3.2, "tool-agent": 3.9, "synthetic": 3.5}
 _S2_NEAR: Final = {"conversation": 2.5, "tool-agent": 3.0, "synthetic": 2.8}
 _S2_SWEEP: Final = ((0.80, 1024), (0.80, 2048), (0.88, 2048), (0.88, 4096), (0.97, 2048), (0.97, 4096))
 """(share of the TBT objective that a mixed step may take, most tokens of a chunk)."""

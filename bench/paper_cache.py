@@ -142,7 +142,8 @@ def _columns(result: RunResult) -> dict[str, "np.typing.NDArray[np.generic]"]:
     reasons = sorted({record.refused for record in result.records})
     columns["refused"] = np.array([reasons.index(record.refused) for record in result.records], dtype=np.int32)
     facts = {"name": result.name, "preempted": result.preempted, "events": result.events, "wall_s": result.wall_s,
-             "transferred_bytes": result.transferred_bytes, "reasons": reasons}  # fmt: skip
+             "transferred_bytes": result.transferred_bytes, "switched": result.switched,
+             "reasons": reasons}  # fmt: skip
     columns["facts"] = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
     return columns
 
@@ -184,4 +185,5 @@ def _result(columns: dict[str, "np.typing.NDArray[np.generic]"]) -> RunResult:
         events=facts["events"],
         wall_s=facts["wall_s"] if math.isfinite(facts["wall_s"]) else 0.0,
         transferred_bytes=facts["transferred_bytes"],
+        switched=facts["switched"],
     )

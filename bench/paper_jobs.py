@@ -7,7 +7,7 @@ are started afresh, so that nothing of the asking process (its threads above all
 import heapq
 import multiprocessing
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from pathlib import Path
 from threading import Condition
@@ -33,7 +33,7 @@ class Jobs:
     """*n* worker processes. Called from many threads; requests lie below *folder* meanwhile.
 
     Runs that can be given up go first: they belong to searches, in which one run waits for the one before.
-    :meth:`end` it: what waits is dropped and what runs is ended.
+    ``on_made`` hears of each that was made. :meth:`end` it: what waits is dropped and what runs is ended.
     """
 
     def __init__(self, n: int, folder: Path) -> None:
@@ -48,6 +48,7 @@ class Jobs:
         self._running = 0
         self._asked: dict[Path, Future[None]] = {}
         self.done = 0
+        self.on_made: Callable[[], None] = lambda: None
 
     def run(self, requests: Sequence[TraceRequest], system: System, give_up: GiveUp | None, result: Path) -> None:
         """Have a run made and kept at *result*; who asks for one that is being made waits for that."""
@@ -94,6 +95,7 @@ class Jobs:
             self._running -= 1
             self.done += 1
             self._turns.notify_all()
+        self.on_made()
         if error is None:
             future.set_result(None)
         else:

@@ -134,8 +134,16 @@ class PaperReport:
         """All quantities, in order of experiment."""
         return [quantity.row(id_) for id_, section in self._ordered() for quantity in section.quantities]
 
+    def shown(self) -> Report:
+        """For the terminal: the quantities."""
+        report = Report("paper", self.scale)
+        report.rows += self.rows
+        report.notes += [f"{id_}: {note}" for id_, section in self._ordered() for note in section.notes]
+        report.notes += self.general_notes
+        return report
+
     def plain(self) -> Report:
-        """For the terminal and for machines: systems' figures are quantities like others."""
+        """For machines: systems' figures are quantities like others."""
         report = Report("paper", self.scale)
         for id_, section in self._ordered():
             for row in section.systems:
@@ -143,8 +151,6 @@ class PaperReport:
                     text = f"{row.case}, {row.system}, {name}"
                     report.rows.append(Quantity(text=text, value=value, unit="").row(id_))
             report.rows += [quantity.row(id_) for quantity in section.quantities]
-            report.notes += [f"{id_}: {note}" for note in section.notes]
-        report.notes += self.general_notes
         return report
 
     def markdown(self, pictures: Sequence[Path], folder: Path) -> str:
@@ -212,7 +218,7 @@ def _spread(measured: Measured) -> str:
     """The mean, and half of what the seeds differ by where that shows."""
     half = (max(measured.values) - min(measured.values)) / 2
     text = _number(measured.mean)
-    return text if half < 0.005 * abs(measured.mean) or not math.isfinite(half) else f"{text} ± {_number(half)}"
+    return text if half <= 0.005 * abs(measured.mean) or not math.isfinite(half) else f"{text} ± {_number(half)}"
 
 
 def _number(value: float) -> str:

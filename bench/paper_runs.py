@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from threading import Lock
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 from bench.paper_cache import RunCache
@@ -215,10 +216,10 @@ class Bench:
 
     def told(
         self, id_: str, case: str, system: str, results: Sequence[RunResult], *, admission: str = "none",
-        ttft_s: float = TTFT_SLO_S, tbt_s: float = TBT_SLO_S,
+        ttft_s: float = TTFT_SLO_S, tbt_s: float = TBT_SLO_S, more: Mapping[str, Measured] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """What became of the requests of one system: a line of the experiment's table. *case* names workload and load,
-        *admission* what was let in; refusals never stand alone."""
+        *admission* what was let in; *more* are columns of this experiment's own. Refusals never stand alone."""
         figures = {
             "good requests": Measured([r.share(ttft_s, tbt_s) for r in results]),
             "good tokens": Measured([r.token_share(ttft_s, tbt_s) for r in results]),
@@ -230,7 +231,7 @@ class Bench:
             "prefill, s": Measured([r.mean_prefill_s() for r in results]),
             "wasted, Mtok": Measured([r.wasted_tokens(ttft_s, tbt_s) / 1e6 for r in results]),
         }
-        row = SystemRow(case=case, system=system, admission=admission, figures=figures)
+        row = SystemRow(case=case, system=system, admission=admission, figures={**figures, **more})
         self.report.section(id_).systems.append(row)
 
     def told_capacity(self, id_: str, name: str, label: str, system: System, capacity: Measured) -> None:

@@ -12,11 +12,12 @@ from typing import Final
 
 from bench.nodes import NODES, NodeKind
 from bench.simulator_clock import VirtualClock
-from bench.simulator_decode import DecodeShell, blocks_in_use
+from bench.simulator_decode import DecodeShell
 from bench.simulator_flight import Flight
-from bench.simulator_node import INCARNATION, MODEL, SimNode
+from bench.simulator_node import INCARNATION, MODEL, SimNode, blocks_in_use
 from bench.simulator_prefill import PrefillShell
 from bench.simulator_results import GiveUp, LoadSample, RequestRecord, RunResult
+from bench.simulator_roles import Fleet, RoleSwitches
 from bench.traces import BLOCK_TOKENS, TraceRequest
 from mooncake_mesh.conductor.core import ConductorCore
 from mooncake_mesh.config_scheduling import HybridDecodeKind
@@ -32,7 +33,6 @@ from mooncake_proto.serving import Rejected, Schedule
 
 _SAMPLE_S: Final = 5.0
 _SAMPLES_PER_LOOK: Final = 6
-_BATCH_SHARE: Final = 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,8 @@ class MeshSetup:
     ``max_new_tokens`` is what requests ask for: their true lengths are no secret to the engine, but to the scheduler.
     ``decode_shares`` lets the conductor find what decode nodes hold, as in the live system; the papers' algorithm
     looks at prefill nodes only. ``queue_rules`` order the prefill queues, None: first come, first served.
-    ``longest_window_steps`` = 1 steps one by one.
+    ``longest_window_steps`` = 1 steps one by one. Where the scheduling lets roles change, every instance can take
+    either one, in ``switch_s``; its node's pool is then that of a prefill node, whatever it does.
     """
 
     prefill: int
@@ -62,20 +63,27 @@ class MeshSetup:
     heartbeat_s: float = 0.5
     decode_shares: bool = False
     longest_window_steps: int = 1 << 20
+    switch_s: float = 5.0
+
+    @property
+    def pool_blocks(self) -> int:
+        return self.prefill_blocks or self.kind.dram_kv_tokens // self.block_tokens
 
     @property
     def landing_blocks(self) -> int:
         """Blocks in which a decode node takes KV in: of its VRAM, and of its host memory where a gate keeps the batch
         within VRAM, or much less than VRAM holds is decoded, as prompts are computed there as well."""
+        if self.scheduling.roles is not None:
+            return self.pool_blocks
         tokens = self.kind.vram_kv_tokens + (self.kind.dram_kv_tokens if self._lands_in_host_memory else 0)
         return self.decode_blocks or tokens // self.block_tokens
 
     @property
     def batch_blocks(self) -> int:
-        """Blocks of KV that a decode node runs at a time: what its VRAM holds, less what a full batch grows by."""
+        """Blocks of KV that a decode node runs at a time: what its VRAM holds."""
         if self.decode_blocks or not self._lands_in_host_memory:
             return 0
-        return int(self.kind.vram_kv_tokens * _BATCH_SHARE) // self.block_tokens
+        return self.kind.vram_kv_tokens // self.block_tokens
 
     @property
     def _lands_in_host_memory(self) -> bool:
@@ -132,11 +140,21 @@ class _Run:
             seed=setup.seed,
         )
         self._holders: dict[str, SimNode] = {}
-        self._prefill = [self._prefill_shell(i) for i in range(setup.prefill)]
-        self._decode = [self._decode_shell(i) for i in range(setup.decode or 1)]
-        self._prefill_of = {shell.member.instance_id: shell for shell in self._prefill}
-        self._decode_of = {shell.member.instance_id: shell for shell in self._decode}
-        self._records = [_record(i, request, setup.block_tokens) for i, request in enumerate(requests)]
+        prefill = [(self._node(f"p{i:03d}", setup.pool_blocks), f"prefill{i:03d}") for i in range(setup.prefill)]
+        self._prefill = [self._prefill_shell(node, name) for node, name in prefill]
+        decode = [(self._node(f"d{i:03d}", setup.landing_blocks), f"decode{i:03d}") for i in range(setup.decode or 1)]
+        self._decode = [self._decode_shell(node, name) for node, name in decode]
+        fleet = Fleet.of(self._prefill, self._decode)
+        self._prefill_of, self._decode_of = fleet.prefill_of, fleet.decode_of
+        self._roles = RoleSwitches(
+            fleet,
+            self._clock,
+            self._conductor,
+            None if setup.scheduling.roles is None else setup.switch_s,
+            prefill=self._prefill_shell,
+            decode=self._decode_shell,
+        )
+        self._records = [RequestRecord.of(i, request, setup.block_tokens) for i, request in enumerate(requests)]
         self._samples: list[LoadSample] = []
         self._open = 0
         self._arrived = 0
@@ -149,14 +167,14 @@ class _Run:
         if self._requests:
             self._clock.at(self._requests[0].arrival_s, self._arrive)
         self._clock.run()
-        nodes = [shell.node for shell in self._prefill] + [shell.node for shell in self._decode]
         return RunResult(
             name=name,
             records=self._records,
             samples=self._samples,
             preempted=self._preempted,
             events=self._clock.events,
-            transferred_bytes=sum(node.link.sent_bytes for node in nodes),
+            transferred_bytes=sum(node.link.sent_bytes for node in self._holders.values()),
+            switched=self._roles.total,
         )
 
     # --- the nodes ----------------------------------------------------------------------------------------------------
@@ -170,16 +188,16 @@ class _Run:
             block_tokens=self._setup.block_tokens,
             n_blocks=n_blocks,
             eviction=self._setup.eviction,
+            can_switch=self._setup.scheduling.roles is not None,
         )
         self._holders[node.endpoint] = node
         return node
 
-    def _prefill_shell(self, i: int) -> PrefillShell:
+    def _prefill_shell(self, node: SimNode, name: str) -> PrefillShell:
         setup = self._setup
-        n_blocks = setup.prefill_blocks or setup.kind.dram_kv_tokens // setup.block_tokens
         return PrefillShell(
-            self._node(f"p{i:03d}", n_blocks),
-            f"prefill{i:03d}",
+            node,
+            name,
             block_tokens=setup.block_tokens,
             chunk_tokens=setup.chunk_tokens,
             holders=self._holders,
@@ -189,11 +207,11 @@ class _Run:
             rules=setup.queue_rules,
         )
 
-    def _decode_shell(self, i: int) -> DecodeShell:
+    def _decode_shell(self, node: SimNode, name: str) -> DecodeShell:
         setup = self._setup
         return DecodeShell(
-            self._node(f"d{i:03d}", setup.landing_blocks),
-            f"decode{i:03d}",
+            node,
+            name,
             block_tokens=setup.block_tokens,
             max_batch=setup.max_batch,
             longest_window_steps=setup.longest_window_steps,
@@ -201,7 +219,7 @@ class _Run:
             shares=setup.decode_shares,
             holders=self._holders,
             on_room=self._send,
-            on_granted=self._first_token,
+            on_shown=self._first_token,
             on_prompt_computed=self._prompt_computed,
             on_refused=self._refused,
             on_finished=self._finished,
@@ -215,10 +233,7 @@ class _Run:
         return self._arrived == len(self._requests) and not self._open
 
     def _beat(self) -> None:
-        for prefill in self._prefill:
-            prefill.node.beat(prefill.member, prefill.load())
-        for decode in self._decode:
-            decode.node.beat(decode.member, decode.load())
+        self._roles.beat()
         if not self._is_over:
             self._clock.at(self._clock.now_s + self._setup.heartbeat_s, self._beat)
 
@@ -229,7 +244,7 @@ class _Run:
                 prefill_busy=sum(shell.is_computing for shell in self._prefill),
                 prefill_queued=sum(len(shell.flights) for shell in self._prefill),
                 decode_running=sum(shell.running for shell in self._decode),
-                decode_share=blocks_in_use(self._decode),
+                decode_share=blocks_in_use([shell.node for shell in self._decode]),
             )
         )
         give_up = self._give_up if len(self._samples) % _SAMPLES_PER_LOOK == 0 else None
@@ -330,6 +345,7 @@ class _Run:
             if flight.gate is None:
                 self._first_token(flight)
             self._perhaps_land(flight)
+            self._decode_of[flight.placement.decode.instance_id].computed(flight)
 
     def _prompt_computed(self, flight: Flight) -> None:
         """On the decode instance: nothing is sent."""
@@ -340,6 +356,8 @@ class _Run:
     def _refused(self, flight: Flight, reason: str) -> None:
         """Its KV was there, and no place for it: placed elsewhere, as the gateway does it, if anybody has one now."""
         self._open -= 1
+        if not flight.is_inline and flight.sent_s != flight.sent_s:  # it waited for a place to land
+            self._prefill_of[flight.placement.prefill.instance_id].sent(flight)
         refused_by = tuple(sorted({*flight.refused_by, flight.placement.decode.instance_id}))
         tokens = flight.request.input_tokens
         again = self._place(flight.request, flight.record, flight.keys, tokens, 0, refused_by)
@@ -383,13 +401,3 @@ class _Run:
             again.intervals = flight.intervals
             again.last_token_s = flight.last_token_s
             self._start(again)
-
-
-def _record(i: int, request: TraceRequest, block_tokens: int) -> RequestRecord:
-    return RequestRecord(
-        index=i,
-        arrival_s=request.arrival_s,
-        input_tokens=request.input_tokens,
-        output_tokens=request.output_tokens,
-        input_blocks=-(-request.input_tokens // block_tokens),
-    )

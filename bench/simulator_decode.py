@@ -10,7 +10,7 @@ once all are computed, as on a prefill node.
 """
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from bench.simulator_flight import Flight, decode_job
@@ -47,7 +47,7 @@ class DecodeShell:
         shares: bool,
         holders: Mapping[str, SimNode],
         on_room: Callable[[Flight], None],
-        on_granted: Callable[[Flight], None],
+        on_shown: Callable[[Flight], None],
         on_prompt_computed: Callable[[Flight], None],
         on_refused: Callable[[Flight, str], None],
         on_finished: Callable[[Flight], None],
@@ -62,7 +62,7 @@ class DecodeShell:
         self._shares = shares
         self._prompts = InlineShell(node, holders, block_tokens=block_tokens, on_first=self._wake)
         self._on_room = on_room
-        self._on_granted = on_granted
+        self._on_shown = on_shown
         self._on_prompt_computed = on_prompt_computed
         self._on_refused = on_refused
         self._on_finished = on_finished
@@ -163,17 +163,23 @@ class DecodeShell:
 
         self.node.acquire(request, acquired)
 
+    def computed(self, flight: Flight) -> None:
+        """Its first token is here."""
+        self.core.first_token(flight.job_id, 0, self.node.clock.now_s)
+        if flight.gate is not None:
+            self._held.add(flight.job_id)
+            self._wake()
+
     def landed(self, flight: Flight) -> None:
-        """All KV of the prompt and the first token are here."""
-        sequence = self.core.get(flight.job_id)
-        assert sequence is not None, "a job lands once"
+        """All KV of the prompt is here, perhaps of one that was refused when it was computed."""
+        if (sequence := self.core.get(flight.job_id)) is None:
+            return
         cached = self._cached_blocks.pop(flight.job_id)
         keys = list(split_keys(flight.keys))[cached:]
         if self._shares and keys:
             self.node.messenger.seal(flight.job_id, cached, keys)
             self.node.publish()
         self.core.landed(sequence, sequence.blocks)
-        self.core.first_token(flight.job_id, 0, flight.last_token_s)
         self._may_join(sequence)
         self._wake()
 
@@ -197,6 +203,7 @@ class DecodeShell:
         sequence = self.core.get(flight.job_id)
         assert sequence is not None, "a job is dropped before it is decoded"
         del self._flights[flight.job_id]
+        self._held.discard(flight.job_id)
         sequence.stop = Rejected("tbt_objective", unavailable=False, retry_after_s=1.0)
         self.core.stopped(sequence)
         self.core.forget(sequence)
@@ -253,17 +260,16 @@ class DecodeShell:
         heapq.heappush(self._events, (at, self._flights[sequence.job.job_id].admission, sequence))
 
     def _open_gates(self) -> None:
-        """Let the core decide on those whose KV is here and that were not granted yet."""
+        """Let the core decide on those whose first token is here and that were not granted yet."""
         if not self._held:
             return
         verdicts = self.core.open_gates(self.node.clock.now_s)
+        for sequence in verdicts.shown:
+            self._on_shown(self._flights[sequence.job.job_id])
         for sequence in verdicts.granted:
             self._held.discard(sequence.job.job_id)
-            self._n_active += 1
-            self._has_ready = True
-            self._on_granted(self._flights[sequence.job.job_id])
+            self._may_join(sequence)
         for sequence, refused in verdicts.refused:
-            self._held.discard(sequence.job.job_id)
             flight = self._flights[sequence.job.job_id]
             self.dropped(flight)
             self._on_refused(flight, refused.reason)
@@ -393,8 +399,3 @@ class DecodeShell:
         self.core.forget(victim)
         self.node.release(victim.job.job_id)
         self._on_preempted(flight, victim.drawn)
-
-
-def blocks_in_use(shells: Sequence[DecodeShell]) -> float:
-    """The fullest pool's share of referenced blocks."""
-    return max((1 - s.node.messenger.pool.available_blocks / s.node.messenger.pool.n_blocks for s in shells), default=0)

@@ -1,7 +1,7 @@
 """The node of a simulated instance: its messenger's core, the link that leaves it, and its word to the conductor."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from bench.nodes import NodeKind
@@ -36,7 +36,9 @@ class SimNode:
         block_tokens: int,
         n_blocks: int,
         eviction: EvictionKind,
+        can_switch: bool = False,
     ) -> None:
+        self._can_switch = can_switch
         self.kind = kind
         self.clock = clock
         self.node_id = NodeId(name)
@@ -65,7 +67,8 @@ class SimNode:
             block_bytes=self.block_bytes,
             max_context_tokens=1 << 20,
         )
-        member = _member(role, instance_id, self.node_id, f"sim://{self.node_id}/worker", card)
+        endpoint = f"sim://{self.node_id}/worker"
+        member = _member(role, instance_id, self.node_id, endpoint, card, can_switch=self._can_switch)
         self._conductor.register(member, Load(), self.clock.now_s)
         return member
 
@@ -168,7 +171,26 @@ class SimNode:
         self._load, self._worker_load, self._beaten_s = mine, load, now_s
 
 
-def _member(role: Role, instance_id: InstanceId, node_id: NodeId, endpoint: str, model: ModelCard | None) -> Member:
+def blocks_in_use(nodes: Iterable[SimNode]) -> float:
+    """The fullest pool's share of referenced blocks."""
+    return max((1 - node.messenger.pool.available_blocks / node.messenger.pool.n_blocks for node in nodes), default=0)
+
+
+def _member(
+    role: Role,
+    instance_id: InstanceId,
+    node_id: NodeId,
+    endpoint: str,
+    model: ModelCard | None,
+    *,
+    can_switch: bool = False,
+) -> Member:
     return Member(
-        role=role, instance_id=instance_id, node_id=node_id, incarnation=INCARNATION, endpoint=endpoint, model=model
+        role=role,
+        instance_id=instance_id,
+        node_id=node_id,
+        incarnation=INCARNATION,
+        endpoint=endpoint,
+        model=model,
+        can_switch=can_switch,
     )

@@ -4,7 +4,6 @@ As in the live worker, the jobs next in line get their blocks, and fetch their p
 leaves for the decode node while it is computed.
 """
 
-from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -17,9 +16,6 @@ from mooncake_proto.control import Load, Member, Role
 from mooncake_proto.ids import InstanceId, JobId, TransferId
 from mooncake_proto.serving import PrefillJob, QueueTurn, Sampling, Stopping
 from mooncake_proto.transfer import Acquire, Acquired
-
-_AHEAD_JOBS: Final = 2
-"""Jobs that have their blocks before their turn: one in the worker's queue, one that waits to be put there."""
 
 _RATE_MEMORY: Final = 0.8
 _SAMPLING: Final = Sampling(temperature=0.0)
@@ -53,7 +49,6 @@ class PrefillShell:
         self._on_computing = on_computing
         self._on_computed = on_computed
         self._on_late = on_late
-        self._ready: deque[QueuedJob] = deque()
         self._is_acquiring = False
         self._tokens_per_s = 0.0
         self._load: Load | None = None
@@ -72,6 +67,7 @@ class PrefillShell:
             running_jobs=core.running_jobs,
             prefill_tokens_per_s=self._tokens_per_s,
             queued_prompts=queued,
+            queued_waits_s=core.queued_waits_s(self.node.clock.now_s),
             prefill_elapsed_s=core.elapsed_s(self.node.clock.now_s),
             prefills=core.prefills,
             recent_prefills=core.recent_prefills(),
@@ -111,16 +107,19 @@ class PrefillShell:
     def _end_late_jobs(self) -> None:
         """Who waits in vain is refused before it keeps others waiting."""
         for entry in self.core.late_jobs(self.node.clock.now_s):
+            has_blocks = entry.stage is JobStage.READY
             self.core.move(entry, JobStage.CANCELLED)
             self._on_late(self.flights.pop(entry.job.job_id))
+            if has_blocks:
+                self.node.release(entry.job.job_id)
 
     # --- blocks and prefix --------------------------------------------------------------------------------------------
 
     def _acquire_next(self) -> None:
-        if self._is_acquiring or len(self._ready) >= _AHEAD_JOBS:
+        if self._is_acquiring:
             return
         self._end_late_jobs()
-        entry = self.core.next_job()
+        entry = self.core.next_to_acquire()
         if entry is None:
             return
         self._is_acquiring = True
@@ -143,7 +142,6 @@ class PrefillShell:
         def acquired(got: Acquired) -> None:
             self._is_acquiring = False
             self.core.acquired(entry, got.blocks, got.cached_blocks)
-            self._ready.append(entry)
             self._compute_next()
             self._acquire_next()
 
@@ -152,9 +150,11 @@ class PrefillShell:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def _compute_next(self) -> None:
-        if self.is_computing or not self._ready:
+        if self.is_computing:
             return
-        entry = self._ready.popleft()
+        entry = self.core.next_to_compute()
+        if entry is None:
+            return
         flight = self.flights[entry.job.job_id]
         self.is_computing = True
         self.core.move(entry, JobStage.COMPUTING)

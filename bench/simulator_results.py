@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from bench.traces import TraceRequest
+
 _LONGEST_SHARE: Final = 0.1
 
 
@@ -47,6 +49,17 @@ class RequestRecord:
     finished_s: float = math.nan
     tbt_s: float = math.nan
     tbt_mean_s: float = math.nan
+
+    @classmethod
+    def of(cls, index: int, request: TraceRequest, block_tokens: int) -> "RequestRecord":
+        """Of a request that has not come yet."""
+        return cls(
+            index=index,
+            arrival_s=request.arrival_s,
+            input_tokens=request.input_tokens,
+            output_tokens=request.output_tokens,
+            input_blocks=-(-request.input_tokens // block_tokens),
+        )
 
     @property
     def ttft_s(self) -> float:
@@ -127,7 +140,7 @@ class LoadSample:
 
 @dataclass(slots=True)
 class RunResult:
-    """All records of one run, in order of arrival."""
+    """All records of one run, in order of arrival. Instances changed their role ``switched`` times."""
 
     name: str
     records: list[RequestRecord]
@@ -136,6 +149,7 @@ class RunResult:
     events: int = 0
     wall_s: float = 0.0
     transferred_bytes: int = 0
+    switched: int = 0
 
     @property
     def served(self) -> list[RequestRecord]:
@@ -157,6 +171,10 @@ class RunResult:
     def wasted_tokens(self, ttft_s: float, tbt_s: float) -> int:
         """Prompt tokens computed for requests that were not answered whole within the objectives."""
         return sum(record.computed_tokens for record in self.records if not record.meets(ttft_s, tbt_s))
+
+    def refused_tokens(self) -> int:
+        """Prompt tokens computed for requests that were refused after all."""
+        return sum(record.computed_tokens for record in self.records if record.refused)
 
     def ttfts(self) -> list[float]:
         return [record.ttft_s for record in self.records if not math.isnan(record.first_token_s)]

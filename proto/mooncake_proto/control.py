@@ -24,6 +24,13 @@ class Role(enum.Enum):
     STAGE = "stage"
 
 
+class WorkerRole(enum.Enum):
+    """What an instance that can switch serves as, by turns."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 class Health(enum.Enum):
     """State of a member's lease: see mesh/peers.py."""
 
@@ -47,7 +54,8 @@ class ModelCard:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """One process of the mesh. ``endpoint`` is its ROUTER; ``model`` is absent on gateways and messengers. ``kind``, of
-    a worker, names the machines that are equally fast: those of one kind share a cost profile."""
+    a worker, names the machines that are equally fast: those of one kind share a cost profile. It ``can_switch`` if it
+    takes SwitchRole."""
 
     role: Role
     instance_id: InstanceId
@@ -56,6 +64,7 @@ class Member:
     endpoint: str
     model: ModelCard | None = None
     kind: str = "default"
+    can_switch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +77,8 @@ class Load:
 
     Prefill: ``queued_prompts`` are the (uncached, cached) tokens of every job not computed yet, oldest first; the
     first has been computed for ``prefill_elapsed_s``. ``queued_priorities`` are theirs, where any has one.
+    ``queued_waits_s`` is how long each of the last ones, which others may still overtake, has waited since its request
+    came; None where nobody overtakes.
     ``recent_prefills`` are the (uncached, cached, seconds) of the last few of ``prefills`` computed ones, newest last.
     Decode: queued are the jobs whose KV is still to come, with their tokens; ``sequences`` are the (tokens, decoded
     tokens) of every running one; ``decoded_tokens`` is what a finished one had decoded here, on average of late.
@@ -99,6 +110,7 @@ class Load:
     draining: bool = False
     queued_prompts: tuple[tuple[Natural, Natural], ...] = ()
     queued_priorities: tuple[int, ...] = ()
+    queued_waits_s: tuple[float, ...] | None = None
     prefill_elapsed_s: float = 0.0
     prefills: Natural = 0
     recent_prefills: tuple[tuple[Natural, Natural, float], ...] = ()
@@ -157,6 +169,24 @@ class Goodbye:
 
     instance_id: InstanceId
     incarnation: Incarnation
+
+
+@message("control.switch_role")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchRole:
+    """One-way, conductor → worker: take nothing new, finish what you have, then register in ``role``, with another
+    incarnation. An order to another incarnation means nothing.
+
+    Why: ``prefill_demand`` and ``decode_demand``, in instances, are asked of ``prefill`` and ``decode`` of them.
+    """
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    role: WorkerRole
+    prefill_demand: float
+    decode_demand: float
+    prefill: Natural
+    decode: Natural
 
 
 @message("control.drain")

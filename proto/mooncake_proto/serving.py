@@ -93,6 +93,7 @@ class GateKind(enum.Enum):
     """What a decode worker does with a computed prompt that it has no place for: see policy/decode_gate.py."""
 
     CHECK = "check"
+    CHECK_SIZE_NEUTRAL = "check_size_neutral"
     HOLD = "hold"
 
 

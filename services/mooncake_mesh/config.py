@@ -25,11 +25,11 @@ from mooncake_mesh.config_checks import (
     whole_blocks,
     words,
 )
-from mooncake_mesh.config_commands import ChatConfig, ProfileConfig, StatusConfig
+from mooncake_mesh.config_commands import ASKING, AskingConfig
 from mooncake_mesh.config_pipeline import PipelineConfig, layer_counts
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.config_run_dir import default_run_dir
-from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, PlacementKind, QueueOrderKind
+from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, LoadMeasure, PlacementKind, QueueOrderKind
 from mooncake_mesh.config_tenants import tenant_shares
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.layout import KvDtype
@@ -95,13 +95,21 @@ class ConductorConfig:
     ] = 0.1
     admission: Annotated[
         AdmissionKind, "what requests are refused for in an overload: baseline, early, predictive or hold"
-    ] = AdmissionKind.EARLY
+    ] = AdmissionKind.HOLD
+    load_measure: Annotated[
+        LoadMeasure,
+        "load that baseline, early and predictive refuse by: with_request, or the mean without: size_neutral",
+    ] = LoadMeasure.WITH_REQUEST
     wip_limit: Annotated[
         float | None, "KV in progress over what can be decoded that hold allows; adapts to the load otherwise"
     ] = None
     hybrid_decode: Annotated[
         HybridDecodeKind, "auto: decode instances compute prompts that are sooner there and fit between steps; or off"
     ] = HybridDecodeKind.OFF
+    switch_roles: Annotated[
+        bool, "let instances that are switchable change between prefill and decode where one pool lacks what is idle"
+    ] = False
+    switch_roles_after_s: Annotated[float, "how long an imbalance must last before they do"] = 10.0
     hybrid_step_s: Annotated[
         float | None,
         "how long a decode step may take together with a piece of a prompt; a share of tbt_slo_s otherwise",
@@ -120,6 +128,7 @@ class ConductorConfig:
         ids(self, "instance_id", "node_id")
         bound(self, "bind", "publish")
         above_zero(self, "heartbeat_s", "suspect_after_s", "dead_after_s", "ttft_slo_s", "tbt_slo_s")
+        above_zero(self, "switch_roles_after_s")
         at_least(self, 1, "index_max_blocks")
         at_least(self, 1.0, "kvcache_balancing_threshold")
         at_least(self, 0.0, "replication_share")
@@ -251,6 +260,7 @@ class PrefillConfig:
     queue_order: Annotated[
         QueueOrderKind, "slack: by priority, fair share and due time, where nobody loses by it; fcfs: as they come"
     ] = QueueOrderKind.SLACK
+    switchable: Annotated[bool, "take the other role, prefill or decode, when the conductor says so"] = False
     drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
     fake: FakeConfig = FakeConfig()
     keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
@@ -267,6 +277,8 @@ class PrefillConfig:
         at_least(self, 1, "threads", "block_tokens", "max_queued_jobs")
         whole_blocks(self.chunk_tokens, self.block_tokens)
         in_chunks(self.chunk_tokens, self.pipeline.stages)
+        if self.switchable and self.pipeline.stages > 1:
+            raise ValueError("switchable: an instance of several stages prefills only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +299,7 @@ class DecodeConfig:
     block_tokens: Annotated[int, "tokens of a KVCache block; equal in the whole mesh"] = 16
     max_batch: Annotated[int, "sequences in one decode step"] = 64
     max_waiting_jobs: Annotated[int, "jobs that may wait for KV or for a place; more are refused"] = 256
+    switchable: Annotated[bool, "take the other role, prefill or decode, when the conductor says so"] = False
     drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
     fake: FakeConfig = FakeConfig()
     keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
@@ -367,9 +380,7 @@ RoleConfig = (
     | PrefillConfig
     | DecodeConfig
     | UpConfig
-    | StatusConfig
-    | ChatConfig
-    | ProfileConfig
+    | AskingConfig
     | DoctorConfig
 )
 """Every class that has a table of its own in a configuration file."""
@@ -381,9 +392,7 @@ SECTIONS: Final[dict[str, type[RoleConfig]]] = {
     "decode": DecodeConfig,
     "messenger": MessengerConfig,
     "up": UpConfig,
-    "status": StatusConfig,
-    "chat": ChatConfig,
-    "profile": ProfileConfig,
+    **ASKING,
     "doctor": DoctorConfig,
 }
 """Table name, environment prefix (in capitals) and sub-command → class."""

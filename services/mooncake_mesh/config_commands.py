@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from mooncake_mesh.config_checks import above_zero, at_least, connected
 
@@ -61,3 +61,26 @@ class ProfileConfig:
         connected(self, "conductor", "gateway")
         at_least(self, 64, "longest_prompt_tokens")
         at_least(self, 1, "largest_batch", "repeats")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PingConfig:
+    """``mooncake ping``: which process of a mesh to ask."""
+
+    endpoint: Annotated[str, "endpoint that the process binds; the conductor's otherwise"] = "tcp://127.0.0.1:7700"
+    keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
+    timeout_s: Annotated[float, "how long to wait for its answer"] = 3.0
+
+    def __post_init__(self) -> None:
+        connected(self, "endpoint")
+        above_zero(self, "timeout_s")
+
+
+AskingConfig = StatusConfig | PingConfig | ChatConfig | ProfileConfig
+
+ASKING: Final[dict[str, type[AskingConfig]]] = {
+    "status": StatusConfig,
+    "ping": PingConfig,
+    "chat": ChatConfig,
+    "profile": ProfileConfig,
+}

@@ -25,6 +25,14 @@ class AdmissionKind(enum.Enum):
     HOLD = "hold"
 
 
+class LoadMeasure(enum.Enum):
+    """What ``baseline``, ``early`` and ``predictive`` take for the load of decoding: that of an instance with the
+    request, or that of all on average without it, which refuses the long no more often than the short."""
+
+    WITH_REQUEST = "with_request"
+    SIZE_NEUTRAL = "size_neutral"
+
+
 class HybridDecodeKind(enum.Enum):
     """Whether decode instances compute prompts: never, or where :mod:`mooncake_mesh.policy.hybrid` says so."""
 

@@ -149,6 +149,8 @@ BAD_REQUESTS: tuple[BadRequest, ...] = (
     _completion("bias of an unknown token", '"logit_bias": {"50256": -100}', "logit_bias"),
     _completion("prompt_logprobs", '"prompt_logprobs": 0', "prompt_logprobs", UNSUPPORTED),
     # structured output
+    _completion("half a surrogate pair", '"structured_outputs": {"regex": "\\ud800"}', "structured_outputs.regex"),
+    _completion("deep schema", '"guided_json": ' + '{"items": ' * 400 + "{}" + "}" * 400, "guided_json"),
     _completion("regex that does not close", '"structured_outputs": {"regex": "("}', "structured_outputs.regex"),
     _completion("two rules at once", '"structured_outputs": {"regex": "a", "choice": ["b"]}', "structured_outputs"),
     _completion("no rule at all", '"structured_outputs": {}', "structured_outputs"),
@@ -236,7 +238,7 @@ BAD_REQUESTS: tuple[BadRequest, ...] = (
     _chat("top_logprobs too many", '"logprobs": true, "top_logprobs": 21', "top_logprobs"),
     # paths and methods
     BadRequest(name="unknown path", path="/v1/nothing", body=b"{}", status=404, code="not_found"),
-    BadRequest(name="embeddings", path="/v1/embeddings", body=b"{}", status=404, code="not_found"),
+    BadRequest(name="embeddings", path="/v1/embeddings", body=b"{}", status=501, code="not_implemented"),
     BadRequest(name="get a completion", method="GET", body=b"", status=405, code="method_not_allowed"),
     BadRequest(name="delete a chat", method="DELETE", path=CHAT, body=b"", status=405, code="method_not_allowed"),
     BadRequest(name="post health", path="/health", body=b"{}", status=405, code="method_not_allowed"),

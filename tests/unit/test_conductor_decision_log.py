@@ -95,7 +95,7 @@ def test_a_refusal_for_lack_of_anybody(nodes: tuple[str, ...], model: str, reaso
     [
         (PlacementKind.RANDOM, "drawn at random of 2"),
         (PlacementKind.LOAD_BALANCE, "fewest accepted prompts of 2"),
-        (PlacementKind.ADAPTIVE, "as soon as on p1, first by name"),
+        (PlacementKind.ADAPTIVE, "as soon as on p0, drawn"),
     ],
 )
 def test_the_policy_is_what_tips_it(kind: PlacementKind, why: str) -> None:

@@ -140,7 +140,7 @@ def test_copies_wait_for_each_other_on_the_link_of_their_source() -> None:
     busy = Load(queued_prompts=((10_000, 0),))
     beat(core, "p0", busy, 1.0)
     first, second = placed(core, 1.0, tokens=201, keys=50), placed(core, 1.0, tokens=201, keys=50)
-    assert [p.prefill.instance_id for p in (first, second)] == ["p1", "p2"]
+    assert {p.prefill.instance_id for p in (first, second)} == {"p1", "p2"}
     assert [p.fetch_from for p in (first, second)] == ["ipc://m0", "ipc://m0"]
     assert first.ttft_est_s == pytest.approx(0.5 + 0.01)
     assert second.ttft_est_s == pytest.approx(0.5 + 0.5 + 0.01)

@@ -334,7 +334,7 @@ def test_a_gated_sequence_joins_no_batch_before_it_is_granted_and_counts_as_wait
     arrive(c, sequence, blocks=1)
     assert (sequence.stage, c.plan_step(), c.wants_growth()) == (SequenceStage.READY, [], {})
     assert (c.n_waiting, c.waiting_tokens, c.running_tokens, c.progress()) == (1, 4, 0, ())
-    assert c.open_gates(101.0) == GateVerdicts(granted=(sequence,))
+    assert c.open_gates(101.0) == GateVerdicts(shown=(sequence,), granted=(sequence,))
     assert c.open_gates(101.0) == GateVerdicts(), "it is granted once"
     assert (c.n_waiting, names(c.plan_step())) == (0, ["a"])
 
@@ -376,6 +376,27 @@ def test_one_whose_kv_found_no_room_is_refused_when_its_first_token_is_due() -> 
     [(sequence, refused)] = c.open_gates(120.0).refused
     assert (sequence, refused.reason) == (waiting, "ttft_objective_at_decode")
     assert not early.is_over, "its prompt is not computed yet: that is for others to judge"
+
+
+def test_a_check_lets_the_first_token_out_before_there_is_kv_or_room() -> None:
+    c = core()
+    gate = replace(GATE, kind=GateKind.CHECK, step_sequence_s=0.0, room_tokens=8)  # of which one is to grow into
+    a, b, third = (gated(c, name, gate=gate) for name in "abc")
+    for sequence in (a, b, third):
+        c.first_token(sequence.job.job_id, 50)
+    verdicts = c.open_gates(101.0)
+    assert (verdicts.shown, verdicts.granted) == ((a, b), ())
+    assert [(seq, why.reason) for seq, why in verdicts.refused] == [(third, "tbt_objective_at_decode")]
+    third.stop = DecodeRefused("tbt_objective_at_decode", retry_after_s=1.0)
+    assert (c.n_waiting, c.running_tokens) == (1, 8), "they count as decoded"
+    for sequence in (b, a):
+        c.landed(sequence, range(4))
+    assert c.open_gates(102.0) == GateVerdicts(granted=(a,)), "the other one has no room to grow"
+    assert names(c.plan_step()) == ["a"]
+    c.stopped(a)
+    c.forget(a)
+    assert c.open_gates(103.0) == GateVerdicts(granted=(b,))
+    assert c.open_gates(1e9) == GateVerdicts(), "it is not refused any more"
 
 
 # --- sharing ----------------------------------------------------------------------------------------------------------

@@ -116,6 +116,32 @@ def test_what_is_no_grammar_is_refused_by_the_check_and_by_the_compiler(
         compiler.compile(grammar(kind, text))
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}'),
+        (GrammarKind.REGEX, "\ud800"),
+    ],
+    ids=["no text", "half a pair"],
+)
+def test_what_only_shows_over_a_vocabulary_is_refused_before_anything_is_drawn(
+    compiler: GrammarCompiler, kind: GrammarKind, text: str
+) -> None:
+    """A text that cannot begin, and one that is no Unicode."""
+    with pytest.raises(InvalidRequest):
+        compiler.compile(grammar(kind, text))
+
+
+def test_a_mask_that_takes_too_long_ends_its_sequence(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = compiler.compile(grammar(GrammarKind.REGEX, "a*")).filter()
+    clock = iter([0.0, 9.0])
+    monkeypatch.setattr("mooncake_mesh.engine.grammar.thread_time", lambda: next(clock))
+    assert ord("a") in next_tokens(rule, "")
+    assert rule.failure is not None
+
+
 def test_an_end_token_outside_the_vocabulary_is_refused(compiler: GrammarCompiler) -> None:
     with pytest.raises(InvalidRequest):
         compiler.compile(Grammar(kind=GrammarKind.REGEX, text="a", end_tokens=(2570,)))

@@ -486,13 +486,16 @@ GATE = DecodeGate(
 )
 
 
-def gated(attempt: int = 0) -> RequestCore:
+HOLD = replace(GATE, kind=GateKind.HOLD)
+
+
+def gated(attempt: int = 0, gate: DecodeGate = GATE) -> RequestCore:
     """A request whose first token waits for a grant."""
     made = core()
-    [start] = made.handle(Placed(placement=replace(placement(attempt), gate=GATE, ttft_slo_s=30.0)), 103.0)
+    [start] = made.handle(Placed(placement=replace(placement(attempt), gate=gate, ttft_slo_s=30.0)), 103.0)
     assert isinstance(start, StartJobs)
     assert start.decode is not None
-    assert (start.decode.gate, start.decode.first_token_within_s) == (GATE, 27.0), "three seconds went on placing"
+    assert (start.decode.gate, start.decode.first_token_within_s) == (gate, 27.0), "three seconds went on placing"
     made.handle(JobsAccepted(job_id=job(attempt)), 103.0)
     return made
 
@@ -503,12 +506,20 @@ def no_place(attempt: int, who: WorkerRef = D0, retry_after_s: float = 7.0) -> J
 
 
 def test_a_first_token_is_shown_once_the_decode_worker_has_granted_it() -> None:
-    request = gated()
+    request = gated(gate=HOLD)
     assert request.handle(first(0, 0, 20), 104.0) == []
     assert request.stage is RequestStage.PREFILLING
     assert emitted(request.handle(DecodeGranted(job_id=job(0)), 105.0)) == [20]
     assert request.handle(WorkerLost(instance_id=P0.instance_id), 106.0) == [], "all KV has landed"
     assert emitted(request.handle(entry(0, 1, 21), 106.0)) == [21]
+
+
+def test_a_check_that_is_passed_does_not_say_that_the_kv_has_landed() -> None:
+    request = gated()
+    request.handle(first(0, 0, 20), 104.0)
+    assert emitted(request.handle(DecodeGranted(job_id=job(0)), 104.0)) == [20]
+    commands = request.handle(WorkerLost(instance_id=P0.instance_id), 105.0)
+    assert [c.schedule.refused_by for c in commands if isinstance(c, AskPlacement)] == [()]
 
 
 def test_a_grant_may_overtake_the_first_token_and_a_decoded_token_the_grant() -> None:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from mooncake_mesh.config_scheduling import AdmissionKind
-from mooncake_mesh.policy.admission import Admission, admission_refusal, decode_refusal, wip_limit
+from mooncake_mesh.config_scheduling import AdmissionKind, LoadMeasure
+from mooncake_mesh.policy.admission import Admission, admission_refusal, decode_refusal, elsewhere, wip_limit
 from mooncake_mesh.policy.cost_model import LinearCost
 from mooncake_mesh.policy.decisions import Placed, Refused
 from mooncake_mesh.policy.forecast import decoding_at, kv_capacity_tokens, kv_in_progress_tokens, kv_limit_tokens
@@ -83,6 +83,18 @@ def test_every_strategy_keeps_to_the_ttft_objective_and_says_when_it_will_be_met
 
 
 FULL = decode("d0", (90, 1))
+
+
+@pytest.mark.parametrize("kind", [AdmissionKind.EARLY, AdmissionKind.PREDICTIVE])
+@pytest.mark.parametrize(
+    ("pool", "is_refused"), [((90,), False), ((101,), True), ((90, 105), False), ((97, 105), True)]
+)
+def test_a_size_neutral_load_is_the_mean_without_the_request(
+    kind: AdmissionKind, pool: tuple[int, ...], is_refused: bool
+) -> None:
+    view = cluster(*(decode(f"d{i}", (tokens, 1)) for i, tokens in enumerate(pool)))
+    neutral = Admission(kind=kind, measure=LoadMeasure.SIZE_NEUTRAL)
+    assert (admission_refusal(REQUEST, PLACED, view, COST, LOOSE, neutral) is not None) is is_refused
 
 
 @pytest.mark.parametrize(
@@ -188,3 +200,13 @@ def test_batch_work_only_fills_what_is_idle(kind: AdmissionKind) -> None:
     assert batch(cluster(decode("d0", (51, 1)))) == "batch_waits_for_idle_decode"
     assert batch(cluster(decode("d0", (20, 1), waiting=31))) == "batch_waits_for_idle_decode"
     assert batch(cluster(decode("d0"), queue=((10, 1.0),))) == "batch_waits_for_idle_prefill"
+
+
+def test_who_was_refused_at_decode_goes_where_there_is_room_with_all_that_is_on_its_way_there() -> None:
+    pool = (decode("d0"), decode("d1", (40, 1), waiting=50), decode("d2", (40, 1), waiting=40))
+    found = elsewhere(REQUEST, cluster(*pool), [InstanceId("d0")], COST, LOOSE, 30.0)
+    assert isinstance(found, ClusterView)
+    assert [instance.instance_id for instance in found.decode] == ["d2"]
+    nobody = elsewhere(REQUEST, cluster(*pool[:2]), [InstanceId("d0")], COST, LOOSE, 30.0)
+    assert isinstance(nobody, Refused)
+    assert nobody.reason == "tbt_objective"

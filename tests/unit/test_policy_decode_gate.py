@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from mooncake_mesh.config_scheduling import AdmissionKind
+from mooncake_mesh.config_scheduling import AdmissionKind, LoadMeasure
 from mooncake_mesh.policy.admission import Admission
 from mooncake_mesh.policy.cost_model import LinearCost
 from mooncake_mesh.policy.decisions import Refused
-from mooncake_mesh.policy.decode_gate import Batch, Candidate, LinearStep, Verdict, gate_for, overdue, verdicts
+from mooncake_mesh.policy.decode_gate import Batch, Candidate, LinearStep, Verdict, gate_for, joining, overdue, verdicts
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives
 from mooncake_proto.ids import InstanceId, NodeId
 from mooncake_proto.serving import DecodeGate, GateKind
@@ -59,14 +59,29 @@ def test_the_ones_granted_count_for_those_behind_them_and_the_refused_do_not() -
     assert told(batch(40), waiting(50, 20, 10)) == ["granted", "tbt_objective_at_decode", "granted"]
 
 
-@pytest.mark.parametrize("gate", [GATE, HOLD])
 @pytest.mark.parametrize("left_s", [10.0, None])
-def test_a_full_batch_makes_wait(gate: DecodeGate, left_s: float | None) -> None:
-    assert told(batch(8, jobs=8), waiting(1, gate=gate, left_s=left_s)) == ["held"]
+def test_a_full_batch_makes_wait_before_the_first_token_or_after_it(left_s: float | None) -> None:
+    assert told(batch(8, jobs=8), waiting(1, gate=HOLD, left_s=left_s)) == ["held"]
+    assert told(batch(8, jobs=8), waiting(1, left_s=left_s)) == ["granted"]
+    assert joining(batch(8, jobs=8), waiting(1)) == 0
 
 
-def test_who_still_has_no_place_when_its_first_token_is_due_is_refused() -> None:
-    assert told(batch(8, jobs=8), waiting(1, left_s=0.0)) == ["decode_batch_full_at_decode"]
+def test_who_passed_the_check_joins_as_there_is_room_to_grow_and_nobody_is_passed() -> None:
+    assert told(batch(900), waiting(100, gate=replace(GATE, step_token_s=0.0))) == ["granted"]
+    assert joining(batch(900), waiting(80)) == 1
+    assert joining(batch(900), waiting(81)) == 0
+    assert joining(batch(900), waiting(30, 60, 1)) == 1
+    assert joining(EMPTY, waiting(5000)) == 1
+
+
+def test_a_size_neutral_check_does_not_count_the_request() -> None:
+    gate = replace(GATE, kind=GateKind.CHECK_SIZE_NEUTRAL)
+    assert told(batch(100), waiting(500, gate=gate)) == ["granted"]
+    assert told(batch(101), waiting(1, gate=gate)) == ["tbt_objective_at_decode"]
+    assert told(batch(40), waiting(70, 1, gate=gate)) == ["granted", "tbt_objective_at_decode"]
+
+
+def test_who_is_held_when_its_first_token_is_due_is_refused() -> None:
     assert told(batch(8, jobs=8), waiting(1, gate=HOLD, left_s=0.0)) == ["ttft_objective_at_decode"]
     late = overdue(-0.1)
     assert late is not None
@@ -121,8 +136,9 @@ def gate_of(
     kind: AdmissionKind = AdmissionKind.EARLY,
     objectives: Objectives = OBJECTIVES,
     prompt_tokens: int = 100,
+    measure: LoadMeasure = LoadMeasure.WITH_REQUEST,
 ) -> DecodeGate | None:
-    admission = Admission(kind=kind)
+    admission = Admission(kind=kind, measure=measure)
     return gate_for(instance, CLUSTER, COST, objectives, admission, prompt_tokens=prompt_tokens, block_tokens=16)
 
 
@@ -130,6 +146,9 @@ def gate_of(
 def test_a_gate_tells_the_corrected_step_time_of_its_instance(kind: AdmissionKind) -> None:
     gate = gate_of(INSTANCE, kind=kind)
     assert gate is not None
+    neutral = gate_of(INSTANCE, kind=kind, measure=LoadMeasure.SIZE_NEUTRAL)
+    assert neutral is not None
+    assert neutral.kind is (GateKind.HOLD if kind is AdmissionKind.HOLD else GateKind.CHECK_SIZE_NEUTRAL)
     assert gate.kind is (GateKind.HOLD if kind is AdmissionKind.HOLD else GateKind.CHECK)
     assert (gate.tbt_s, gate.room_tokens, gate.decode_s) == (0.1, 1600, 7.0)
     assert LinearStep.of(gate).decode_step_s(3, 1000) == pytest.approx(2 * COST.decode_step_s(3, 1000))

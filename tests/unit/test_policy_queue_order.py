@@ -5,7 +5,17 @@ from math import inf
 import pytest
 
 from mooncake_mesh.policy.fair_share import FairShares
-from mooncake_mesh.policy.queue_order import QueueRules, WaitingPrompt, insertion_index, is_late
+from mooncake_mesh.policy.queue_order import (
+    QueueRules,
+    WaitingPrompt,
+    begin_s,
+    insertion_index,
+    is_late,
+    queue_up,
+    waiting_prompt,
+)
+from mooncake_mesh.policy.views import InstanceView, QueuedPrompt
+from mooncake_proto.ids import InstanceId, NodeId
 
 RULES = QueueRules(stretch=10.0, safety=0.5, aging_s=10.0)
 
@@ -119,3 +129,53 @@ def test_a_prompt_is_late_when_it_would_end_after_its_objective(start_s: float, 
 def test_rules_are_valid_once_built() -> None:
     with pytest.raises(ValueError, match="safety"):
         QueueRules(safety=-0.1)
+
+
+# --- as far as a conductor knows a queue ------------------------------------------------------------------------------
+
+
+def known(prefill_s: float, *, arrival_s: float = 0.0, ttft_s: float | None = 30.0, priority: int = 0) -> QueuedPrompt:
+    return waiting_prompt(QueuedPrompt(tokens=1, prefill_s=prefill_s, priority=priority), arrival_s, ttft_s)
+
+
+def instance(*queue: QueuedPrompt) -> InstanceView:
+    return InstanceView(
+        instance_id=InstanceId("p0"),
+        node_id=NodeId("n0"),
+        blocks_total=10,
+        blocks_available=10,
+        queue=queue,
+        busy_until_s=sum(waiting.prefill_s for waiting in queue),
+    )
+
+
+BEGUN = QueuedPrompt(tokens=1, prefill_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("view", "service_s", "begins"),
+    [
+        (instance(BEGUN, known(4.0), known(6.0)), 1.0, (5.0, 2)),
+        (instance(BEGUN, known(4.0), known(6.0)), 5.0, (9.0, 1)),  # due between them
+        (instance(BEGUN, known(4.0), known(6.0)), 7.0, (15.0, 0)),
+        (instance(BEGUN, known(4.0, ttft_s=10.0)), 1.0, (9.0, 0)),  # 9.5 s are all it has
+        (instance(BEGUN, known(4.0, ttft_s=None)), 1.0, (5.0, 1)),
+        (instance(BEGUN, known(4.0, priority=-1)), 1.0, (9.0, 0)),
+        (instance(BEGUN, BEGUN), 1.0, (10.0, 0)),  # first come, first served
+        (instance(), 1.0, (0.0, 0)),
+    ],
+)
+def test_a_conductor_knows_whom_a_prompt_will_overtake(
+    view: InstanceView, service_s: float, begins: tuple[float, int]
+) -> None:
+    assert begin_s(view, service_s, now_s=0.0) == begins
+
+
+def test_it_expects_the_order_that_the_instance_will_have() -> None:
+    queue = [known(4.0), known(6.0)]
+    waiting = [prompt(4.0), prompt(6.0)]
+    for service_s in (1.0, 5.0, 9.0, 2.0, 0.5):
+        index = insertion_index(prompt(service_s), waiting, free_s=0.0)
+        waiting.insert(index, prompt(service_s))
+        queue_up(known(service_s), queue, sum(one.prefill_s for one in queue))
+    assert [one.prefill_s for one in queue] == [one.service_s for one in waiting] == [0.5, 1.0, 2.0, 4.0, 5.0, 6.0, 9.0]

@@ -60,14 +60,51 @@ def at(c: PrefillCore, stage: JobStage) -> QueuedJob:
     return entry
 
 
+def computed(c: PrefillCore) -> list[QueuedJob]:
+    """All that wait, in the order of their turns, where blocks come at once."""
+    entries = []
+    while (acquiring := c.next_to_acquire()) is not None:
+        c.acquired(acquiring, (1, 2, 3), 0)
+        entry = c.next_to_compute()
+        assert entry is not None
+        entries.append(entry)
+    return entries
+
+
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
 def test_first_come_first_served_and_nobody_twice() -> None:
     c = core()
     entries = [submitted(c, name) for name in "abc"]
-    assert [c.next_job() for _ in range(4)] == [*entries, None]
-    assert all(entry.stage is JobStage.ACQUIRING for entry in entries)
+    assert computed(c) == [*entries]
+    assert (c.next_to_acquire(), c.next_to_compute()) == (None, None)
+
+
+def test_the_next_two_acquire_their_blocks_ahead_of_their_turn() -> None:
+    c = core()
+    first, second, third = (submitted(c, name) for name in "abc")
+    assert [c.next_to_acquire() for _ in range(3)] == [first, second, None]
+    assert (first.stage, third.stage) == (JobStage.ACQUIRING, JobStage.QUEUED)
+    c.acquired(second, (4, 5, 6), 0)
+    assert c.next_to_compute() is second, "nobody waits for who has no blocks yet"
+    assert c.next_to_acquire() is third
+
+
+def test_who_holds_its_blocks_can_be_overtaken_until_it_is_its_turn() -> None:
+    c = ordered()
+    for name in ("long", "longer"):
+        entry = queued(c, name, 9.0, 0.0)
+        assert c.next_to_acquire() is entry
+        c.acquired(entry, (1, 2, 3), 0)
+    short = queued(c, "short", 1.0, 1.0)
+    assert c.next_to_acquire() is short, "it is the next one, whoever else has blocks"
+    c.acquired(short, (1, 2, 3), 0)
+    assert c.next_to_compute() is short
+    shorter = queued(c, "shorter", 0.5, 1.0)
+    assert [job for job in c.jobs() if job.is_begun] == [short]
+    assert c.next_to_acquire() is shorter
+    assert c.queued_prompts() == ((10, 0),) * 4
 
 
 def test_a_job_that_was_stopped_or_ended_in_the_queue_is_passed_over() -> None:
@@ -75,7 +112,7 @@ def test_a_job_that_was_stopped_or_ended_in_the_queue_is_passed_over() -> None:
     ended, stopped, waits = (submitted(c, name) for name in "abc")
     c.move(ended, JobStage.CANCELLED)
     stopped.stop = Aborted("cancelled")
-    assert c.next_job() is waits
+    assert c.next_to_acquire() is waits
     assert stopped.stage is JobStage.QUEUED
     c.move(stopped, JobStage.CANCELLED)
     assert c.jobs() == [waits]
@@ -103,8 +140,10 @@ def test_load_is_what_is_still_to_be_computed() -> None:
     c = core()
     a, b = submitted(c, "a", 10), submitted(c, "b", 7)
     assert (c.queued_jobs, c.queued_tokens, c.running_jobs) == (2, 17, 2)
-    c.next_job()
+    c.next_to_acquire()
     c.acquired(a, (1, 2, 3), 2)
+    assert (c.queued_jobs, c.queued_tokens) == (2, 2 + 7)
+    assert c.next_to_compute() is a
     assert (c.queued_jobs, c.queued_tokens) == (2, 2 + 7)
     c.move(a, JobStage.COMPUTING)
     c.move(a, JobStage.SENDING)
@@ -119,7 +158,7 @@ def test_a_placement_says_what_of_a_queued_prompt_is_expected_to_be_cached() -> 
     c.submit(replace(job("a", 10), local_prefix_blocks=1, fetch_prefix_blocks=2), 0.0)
     c.submit(replace(job("b", 8), local_prefix_blocks=9), 0.0)
     assert c.queued_prompts() == ((2, 8), (4, 4)), "one token at least is computed"
-    entry = c.next_job()
+    entry = c.next_to_acquire()
     assert entry is not None
     c.acquired(entry, (1, 2, 3), 0)
     assert c.queued_prompts()[0] == (10, 0), "the hint was wrong"
@@ -129,8 +168,9 @@ def test_the_last_computed_prompts_are_samples() -> None:
     c = core()
     for n in range(10):
         entry = submitted(c, f"j{n}", 10)
-        c.next_job()
+        c.next_to_acquire()
         c.acquired(entry, (1, 2, 3), 1)
+        assert c.next_to_compute() is entry
         c.move(entry, JobStage.COMPUTING)
         entry.started_s = 6.0
         assert c.elapsed_s(6.5 + n) == 0.5 + n
@@ -161,7 +201,7 @@ def test_the_last_computed_prompts_are_samples() -> None:
 def test_a_prompt_is_cut_between_blocks(prompt: int, cached_blocks: int, chunk_tokens: int, cuts: list[int]) -> None:
     c = core(chunk_tokens=chunk_tokens)
     entry = submitted(c, "a", prompt)
-    c.next_job()
+    c.next_to_acquire()
     c.acquired(entry, tuple(range(-(-prompt // BLOCK_TOKENS))), cached_blocks)
     assert c.chunks(entry) == [Chunk(start=start, end=end) for start, end in itertools.pairwise(cuts)]
     assert all(chunk.start % BLOCK_TOKENS == 0 for chunk in c.chunks(entry))
@@ -185,7 +225,7 @@ def test_a_job_can_end_early_at_every_stage(stage: JobStage, end: JobStage) -> N
     entry = at(c, stage)
     assert not entry.is_over
     c.move(entry, end)
-    assert (entry.is_over, c.jobs(), c.next_job()) == (True, [], None)
+    assert (entry.is_over, c.jobs(), c.next_to_acquire()) == (True, [], None)
 
 
 def test_a_job_without_a_decode_worker_is_done_after_its_computation() -> None:
@@ -254,10 +294,7 @@ def ordered() -> PrefillCore:
 
 
 def taken(c: PrefillCore) -> list[str]:
-    names = []
-    while (entry := c.next_job()) is not None:
-        names.append(str(entry.job.job_id))
-    return names
+    return [str(entry.job.job_id) for entry in computed(c)]
 
 
 def test_a_short_prompt_goes_first_where_nobody_loses_its_objective() -> None:
@@ -295,14 +332,16 @@ def test_priorities_and_shares_decide_and_without_rules_only_the_arrival() -> No
 def test_loads_are_told_in_the_order_they_are_computed_in() -> None:
     c = ordered()
     first = queued(c, "first", 4.0, 0.0)
-    assert c.next_job() is first
+    assert c.next_to_acquire() is first
+    c.acquired(first, (1, 2, 3), 0)
+    assert c.next_to_compute() is first
     for name, prompt, service_s in (("long", 20, 8.0), ("short", 6, 1.0)):
         c.submit(replace(job(name, prompt), turn=QueueTurn(service_s=service_s)), 0.0)
     assert [uncached for uncached, _ in c.queued_prompts()] == [10, 6, 20]
     assert c.queued_priorities() == ()
+    assert c.queued_waits_s(7.0) == (7.0, 7.0)
     queued(c, "urgent", 1.0, 0.0, priority=-2)
     assert c.queued_priorities() == (-101, -2, 0, 0)
-    c.move(first, JobStage.READY)
     c.move(first, JobStage.COMPUTING)
     first.started_s = 3.0
     assert c.elapsed_s(5.0) == 2.0
@@ -310,14 +349,19 @@ def test_loads_are_told_in_the_order_they_are_computed_in() -> None:
 
 def test_who_waits_in_vain_is_named_until_it_is_stopped() -> None:
     c = ordered()
-    queued(c, "begun", 4.0, 0.0, first_token_within_s=1.0)
-    c.next_job()
+    begun = queued(c, "begun", 4.0, 0.0, first_token_within_s=1.0)
+    c.next_to_acquire()
+    assert c.late_jobs(99.0) == [], "somebody works on it"
+    c.acquired(begun, (1, 2, 3), 0)
+    assert c.late_jobs(99.0) == [begun]
+    c.next_to_compute()
     vain = queued(c, "vain", 4.0, 0.0, first_token_within_s=10.0)
     queued(c, "patient", 4.0, 0.0)
     assert c.late_jobs(6.0) == []
     assert c.late_jobs(6.1) == [vain]
     vain.stop = Aborted("told")
     assert c.late_jobs(6.1) == []
+    assert core().queued_waits_s(1.0) is None
     assert core().late_jobs(1e9) == [], "first come, first served, however late"
 
 

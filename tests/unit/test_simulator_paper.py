@@ -1,17 +1,19 @@
 """The experiments on the papers' results: scale, search and report, on workloads small enough for a unit test."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bench.paper import EXPERIMENTS
 from bench.paper_beyond import b1_b2_sizing, sized_decode_nodes
 from bench.paper_cache import RunCache
 from bench.paper_jobs import Jobs
 from bench.paper_report import PaperReport
 from bench.paper_runs import Bench, Measured, System, greatest, mesh
 from bench.simulator import MeshSetup
-from bench.simulator_results import GiveUp
+from bench.simulator_results import GiveUp, LoadSample, RequestRecord, RunResult
 from bench.traces import TraceRequest
 from bench.workloads import tool_agent
 from mooncake_mesh.config_scheduling import AdmissionKind
@@ -96,12 +98,12 @@ def test_a_search_ends_where_everything_holds_or_nothing() -> None:
 def test_the_best_of_a_sweep_runs_at_all_seeds() -> None:
     asked: list[tuple[object, int]] = []
 
-    class Told(Bench):
+    class Counted(Bench):
         def holds(self, name: str, system: System, speed: float, seed: int) -> bool:
             asked.append((system, seed))
             return speed <= {2: 1.3, 3: 1.35, 4: 0.5}[system.prefill if isinstance(system, MeshSetup) else 0]
 
-    b = Told(report=PaperReport("test"), seeds=(1, 2), requests=0, say=lambda _: None)
+    b = Counted(report=PaperReport("test"), seeds=(1, 2), requests=0, say=lambda _: None)
     systems: dict[str, System] = {f"{n}P": mesh(n, 1) for n in (2, 3, 4)}
     best, capacity = b.best_capacity("tool-agent", systems, dict.fromkeys(systems, 1.0))
     assert best == "3P"
@@ -164,3 +166,36 @@ def test_longer_answers_ask_for_more_decode_nodes() -> None:
         for r in work
     ]
     assert 1 <= sized_decode_nodes(work, 0.5) < sized_decode_nodes(longer, 0.5) <= 15
+
+
+class Told(Bench):
+    """Runs are told, not made: with one request in twenty late, or one in five at higher rates."""
+
+    def run(self, requests: Sequence[TraceRequest], system: System, give_up: GiveUp | None = None) -> RunResult:
+        duration_s = requests[-1].arrival_s - requests[0].arrival_s
+        late = 20 if len(requests) / duration_s < 15 else 5
+        records = [
+            RequestRecord(
+                index=i, arrival_s=r.arrival_s, input_tokens=r.input_tokens, output_tokens=r.output_tokens,
+                input_blocks=10, cached_blocks=3, computed_tokens=r.input_tokens, prefill_s=1.0,
+                first_token_s=r.arrival_s + (40.0 if i % late == 0 else 1.0), finished_s=r.arrival_s + 50.0,
+                tbt_s=0.03, tbt_mean_s=0.02,
+            )
+            for i, r in enumerate(requests)
+        ]  # fmt: skip
+        sample = LoadSample(
+            time_s=requests[-1].arrival_s, prefill_busy=1, prefill_queued=0, decode_running=1, decode_share=0.5
+        )
+        return RunResult("told", records, samples=[sample])
+
+
+@pytest.mark.parametrize("id_", sorted(EXPERIMENTS))
+def test_every_experiment_tells_what_it_ran_beside_its_aims(id_: str) -> None:
+    b = Told(report=PaperReport("test"), seeds=(1, 2), requests=60, say=lambda _: None)
+    small = tool_agent(requests=60, duration_s=30.0)
+    b.workloads = dict.fromkeys(("tool-agent/1", "tool-agent/2", "conversation", "synthetic"), small)
+    EXPERIMENTS[id_](b)
+    quantities = b.report.section(id_).quantities
+    assert any(quantity.has_aim for quantity in quantities)
+    assert all(len(quantity.value.values) >= 1 for quantity in quantities)
+    assert f"## {id_}\n" in b.report.markdown([], Path())

@@ -13,19 +13,22 @@ from mooncake_mesh.cli.loading import load
 from mooncake_mesh.cli.settings import add_flags, dump
 from mooncake_mesh.config import (
     SECTIONS,
+    DecodeConfig,
     DoctorConfig,
     LogFormat,
     LogLevel,
+    PrefillConfig,
     RoleConfig,
     UpConfig,
 )
-from mooncake_mesh.config_commands import ChatConfig, ProfileConfig, StatusConfig
+from mooncake_mesh.config_commands import ChatConfig, PingConfig, ProfileConfig, StatusConfig
 from mooncake_mesh.errors import ConfigError
 
 _SUMMARIES: Final = {
     "up": "run a whole mesh on this machine",
     "chat": "talk to a mesh in the terminal",
     "status": "show the instances of a mesh, their queues and pools",
+    "ping": "ask one process of a mesh whether it answers",
     "profile": "measure the instances of an idle mesh and write their cost profile",
     "doctor": "tell what this machine offers a messenger, and what is missing",
     "gateway": "run a gateway: OpenAI HTTP endpoint and door for SDK clients",
@@ -70,7 +73,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         if arguments.print_config:
             sys.stdout.write(dump(config))
             return 0
-        return _start(name, config, arguments)
+        return _start(name, config, arguments, environ)
     except ConfigError as error:
         sys.stderr.write(f"mooncake {name}: {error}\n")
         return 2
@@ -98,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _start(name: str, config: RoleConfig, arguments: argparse.Namespace) -> int:
+def _start(name: str, config: RoleConfig, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     match config:
         case UpConfig():
             from mooncake_mesh.cli import up
@@ -109,6 +112,11 @@ def _start(name: str, config: RoleConfig, arguments: argparse.Namespace) -> int:
 
             _log_errors_only(name)
             return status.run(config)
+        case PingConfig():
+            from mooncake_mesh.cli import ping
+
+            _log_errors_only(name)
+            return ping.run(config)
         case DoctorConfig():
             from mooncake_mesh.cli import doctor
 
@@ -123,6 +131,13 @@ def _start(name: str, config: RoleConfig, arguments: argparse.Namespace) -> int:
 
             _log_errors_only(name)
             return chat.run(config)
+        case PrefillConfig(switchable=True) | DecodeConfig(switchable=True):
+            from mooncake_mesh.cli import roles
+
+            file_only = argparse.Namespace(config=arguments.config)
+            if isinstance(config, PrefillConfig):
+                return roles.run_switchable(name, config, load(DecodeConfig, flags=file_only, environ=environ))
+            return roles.run_switchable(name, config, load(PrefillConfig, flags=file_only, environ=environ))
         case _:
             from mooncake_mesh.cli import roles
 

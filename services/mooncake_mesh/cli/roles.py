@@ -6,8 +6,8 @@ Exit codes: 0 after an orderly stop, 2 when the configuration or the model is re
 import gc
 import importlib
 import sys
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -16,7 +16,12 @@ from mooncake_mesh.config import ConductorConfig, DecodeConfig, GatewayConfig, M
 from mooncake_mesh.config_checks import exposed
 from mooncake_mesh.errors import ConfigError, ModelError, MooncakeError
 
-ServiceConfig = ConductorConfig | DecodeConfig | GatewayConfig | MessengerConfig | PrefillConfig
+if TYPE_CHECKING:
+    from mooncake_mesh.mesh import runtime
+
+WorkerConfig = DecodeConfig | PrefillConfig
+ServiceConfig = ConductorConfig | GatewayConfig | MessengerConfig | WorkerConfig
+Service = Callable[["runtime.Lifecycle"], Awaitable[None]]
 
 log = structlog.get_logger(__name__)
 
@@ -26,15 +31,36 @@ _IN_CLEAR: Final = ("host=", "data_host=")
 
 def run(role: str, config: ServiceConfig) -> int:
     """Run the service of *role* until SIGTERM or SIGINT."""
+
+    def service() -> Service:
+        module = importlib.import_module(f"mooncake_mesh.{role}.service")
+        return lambda lifecycle: module.run(config, lifecycle)
+
+    return _run(role, config, service)
+
+
+def run_switchable(role: str, config: WorkerConfig, other: WorkerConfig) -> int:
+    """As :func:`run`, of a worker that starts as *role* and takes the other one by *config* and *other*."""
+
+    def service() -> Service:
+        from mooncake_mesh.cli import switching
+
+        both = switching.BothRoles.of(config, other)
+        return lambda lifecycle: switching.run(both, lifecycle)
+
+    return _run(role, config, service)
+
+
+def _run(role: str, config: ServiceConfig, load_service: Callable[[], Service]) -> int:
     telemetry.configure(role, config.instance_id, config.log_level, config.log_format)
     from mooncake_mesh.mesh import key_folder, runtime  # here, so that `mooncake --help` needs no event loop
 
     try:
         keys = None if config.keys is None else key_folder.load_server(config.keys)
         _warn(config)
-        service = importlib.import_module(f"mooncake_mesh.{role}.service")
+        service = load_service()
         gc.freeze()  # modules live as long as the process: no collection, and not its end, has to look through them
-        return runtime.main(lambda lifecycle: service.run(config, lifecycle), keys)
+        return runtime.main(service, keys)
     except Exception as error:  # noqa: BLE001  the process' border: every failure becomes a line and an exit code
         return _failed(role, error)
 

@@ -11,8 +11,10 @@ from typing import Final
 
 from mooncake_mesh.conductor.decision_log import DecisionLog
 from mooncake_mesh.conductor.orders import Orders
+from mooncake_mesh.conductor.placed_work import PlacedWork
 from mooncake_mesh.conductor.replicator import Replicator
-from mooncake_mesh.conductor.roster import WORKERS, PlacedWork, Roster
+from mooncake_mesh.conductor.role_keeper import RoleKeeper
+from mooncake_mesh.conductor.roster import WORKERS, Roster
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.kv.event_stream import FeedRefused, NodeFeed
 from mooncake_mesh.kv.prefix_index import PrefixIndex
@@ -54,9 +56,10 @@ class Incompatible:
 class ConductorCore:
     """Mutated only by its methods; times come in as arguments, seconds of one monotonic clock.
 
-    ``orders`` is what messengers must be told of placements, ``decisions`` the last of them. *seed* is where the chance
-    of the ``random`` policy comes from: equal seeds and events give equal decisions. *levels* is what ended requests
-    are held against, *objectives* where None; *kinds* how much slower than *cost* the kinds of instances are.
+    ``orders`` is what messengers must be told of placements and workers of their role, ``decisions`` the last
+    placements. *seed* is where the chance of the ``random`` policy comes from: equal seeds and events give equal
+    decisions. *levels* is what ended requests are held against, *objectives* where None; *kinds* how much slower than
+    *cost* the kinds of instances are.
     """
 
     def __init__(
@@ -85,6 +88,8 @@ class ConductorCore:
         self._cards: dict[str, ModelCard] | None = None
         share = scheduling.replication_share
         self._replicator = Replicator(cost, share) if share > 0 else None
+        rules = scheduling.roles
+        self._roles = RoleKeeper(rules, peers, self._roster, objectives) if rules is not None else None
         self.orders = Orders()
         self.decisions = DecisionLog(scheduling, objectives)
         self._slo = SloMonitor(
@@ -107,6 +112,8 @@ class ConductorCore:
                 self._feeds[member.node_id] = NodeFeed(self._index, member.node_id, member.incarnation)
         events = self._after(self._peers.join(member, load, now_s))
         self._roster.joined(member)
+        if self._roles is not None:
+            self._roles.joined(member.instance_id)
         if lease := self._peers.get(member.instance_id):
             self._roster.reported(lease, now_s)
         return events
@@ -132,8 +139,11 @@ class ConductorCore:
         return self._after(self._peers.leave(instance_id, incarnation))
 
     def expire(self, now_s: float) -> list[PeerEvent]:
-        """Time has passed: suspect and dead members."""
-        return self._after(self._peers.expire(now_s))
+        """Time has passed: suspect and dead members, and instances that are to change their role."""
+        events = self._after(self._peers.expire(now_s))
+        for lease, word in self._roles.look(now_s) if self._roles is not None else ():
+            self.orders.add(lease.member.endpoint, word)
+        return events
 
     def _after(self, events: list[PeerEvent]) -> list[PeerEvent]:
         """A dead messenger's blocks are gone; so is the work placed on a dead worker."""
@@ -199,11 +209,15 @@ class ConductorCore:
         placed = self._placed(request, shape, view)
         self.decisions.note(request, placed, self._roster.cost, now_s, shape, view)
         if isinstance(placed, Refused):
+            if self._roles is not None:
+                self._roles.refused(placed, shape)
             return self._rejected(
                 request, placed.reason, unavailable=placed.unavailable, retry_after_s=placed.retry_after_s
             )
         self.placed_total += 1
-        prefill_s = self._roster.placed(_work(shape, placed), now_s)
+        prefill_s = self._roster.placed(PlacedWork.of(shape, placed), now_s)
+        if self._roles is not None:
+            self._roles.placed(prefill_s)
         self._announce(request, placed)
         copy = self._replicator.placed(shape, request.keys, placed, view) if self._replicator is not None else None
         if copy is not None:
@@ -377,21 +391,3 @@ class ConductorCore:
 
 def _availability(load: Load) -> tuple[bool, bool]:
     return (load.blocks_total > 0, load.draining)
-
-
-def _work(shape: RequestShape, placed: Placed) -> PlacedWork:
-    cached_blocks = max(placed.local_prefix_blocks, placed.fetch_prefix_blocks)
-    copied_blocks = max(0, placed.fetch_prefix_blocks - placed.local_prefix_blocks)
-    return PlacedWork(
-        prefill=placed.prefill,
-        uncached_tokens=shape.prompt_tokens - cached_blocks * shape.block_tokens,
-        cached_tokens=cached_blocks * shape.block_tokens,
-        decode=placed.decode,
-        decode_blocks=shape.blocks_for(shape.prompt_tokens),  # what the messenger will report; growth comes later
-        ttft_s=placed.ttft_est_s,
-        priority=shape.priority,
-        copy_from=placed.fetch_node,
-        copy_bytes=copied_blocks * shape.block_bytes,
-        read_from=placed.read_node,
-        read_bytes=placed.read_blocks * shape.block_bytes,
-    )

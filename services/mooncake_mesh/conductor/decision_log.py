@@ -134,7 +134,7 @@ class DecisionLog:
         return PrefillCandidate(
             instance_id=instance.instance_id,
             node_id=instance.node_id,
-            queue_s=estimates.queue_s(instance),
+            queue_s=estimates.queue_s(instance, max(way.local_blocks, way.fetch_blocks)) - way.delay_s,
             ttft_s=way.ttft_s,
             prefix_blocks=max(way.local_blocks, way.fetch_blocks),
             copy_from=way.fetch_node,
@@ -206,7 +206,7 @@ def _against(placed: Placed, other: PrefillCandidate) -> str:
         return f"first token sooner than on {other.instance_id} ({times})"
     if not other.has_room:
         return f"{other.instance_id} has no room ({times})"
-    return f"as soon as on {other.instance_id}, first by name ({times})"
+    return f"as soon as on {other.instance_id}, drawn ({times})"
 
 
 def _cached_blocks(placed: Placed | None) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from mooncake_mesh.conductor.core import ConductorCore
 from mooncake_mesh.conductor.recording import RecordedCore, Recording, about, replayed
 from mooncake_mesh.config import ConductorConfig
-from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, PlacementKind
+from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, LoadMeasure, PlacementKind
 from mooncake_mesh.errors import ConfigError
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.mesh.peers import PeerTable
@@ -17,6 +17,7 @@ from mooncake_mesh.policy.admission import Admission
 from mooncake_mesh.policy.cost_model import CostModel, KindFactors, LinearCost, kind_factors
 from mooncake_mesh.policy.cost_profile import DEFAULT_KIND, load_kinds
 from mooncake_mesh.policy.placement import Scheduling
+from mooncake_mesh.policy.roles import RoleRules
 from mooncake_mesh.policy.slo import ServiceLevels
 from mooncake_mesh.policy.views import Objectives
 from mooncake_proto.ids import Incarnation
@@ -37,8 +38,9 @@ DEFAULT_COST: Final = LinearCost(
 
 _DECIDING: Final = (
     "heartbeat_s", "suspect_after_s", "dead_after_s", "ttft_slo_s", "tbt_slo_s", "ttft_slo_factor", "tbt_slo_factor",
-    "placement", "kvcache_balancing_threshold", "replication_share", "admission", "wip_limit", "decode_s",
-    "hybrid_decode", "hybrid_step_s", "cost_profile", "seed", "index_max_blocks",
+    "placement", "kvcache_balancing_threshold", "replication_share", "admission", "load_measure", "wip_limit",
+    "decode_s", "hybrid_decode", "hybrid_step_s", "switch_roles", "switch_roles_after_s", "cost_profile",
+    "seed", "index_max_blocks",
 )  # fmt: skip
 """The settings that decisions depend on."""
 
@@ -67,8 +69,14 @@ def conductor_core(
             placement=config.placement,
             threshold=config.kvcache_balancing_threshold,
             replication_share=config.replication_share,
-            admission=Admission(kind=config.admission, decode_s=config.decode_s, wip_limit=config.wip_limit),
+            admission=Admission(
+                kind=config.admission,
+                decode_s=config.decode_s,
+                wip_limit=config.wip_limit,
+                measure=config.load_measure,
+            ),
             hybrid_decode=config.hybrid_decode,
+            roles=RoleRules.lasting(config.switch_roles_after_s) if config.switch_roles else None,
             hybrid_step_s=config.hybrid_step_s,
         ),
         "seed": config.seed,
@@ -136,6 +144,7 @@ def _config(told: dict[str, Any]) -> ConductorConfig:
             **told,
             "placement": PlacementKind(told["placement"]),
             "admission": AdmissionKind(told["admission"]),
+            "load_measure": LoadMeasure(told["load_measure"]),
             "hybrid_decode": HybridDecodeKind(told["hybrid_decode"]),
             "cost_profile": None if profile is None else Path(profile),
         }

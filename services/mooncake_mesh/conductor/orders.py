@@ -1,20 +1,23 @@
-"""What a placement leads to besides its answer: word to messengers, which nobody waits for. Pure."""
+"""What the conductor's decisions lead to besides answers: word to messengers and workers. Pure."""
 
 from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+from mooncake_proto.control import SwitchRole
 from mooncake_proto.transfer import ReadAhead, Replicate
 
 _MAX_ORDERS: Final = 256
 
+OrderedMessage = ReadAhead | Replicate | SwitchRole
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """``message`` goes to the messenger at ``endpoint``."""
+    """``message`` goes to the messenger, or SwitchRole to the worker, at ``endpoint``."""
 
     endpoint: str
-    message: ReadAhead | Replicate
+    message: OrderedMessage
 
 
 class Orders:
@@ -23,7 +26,7 @@ class Orders:
     def __init__(self) -> None:
         self._orders: deque[Order] = deque(maxlen=_MAX_ORDERS)
 
-    def add(self, endpoint: str, message: ReadAhead | Replicate) -> None:
+    def add(self, endpoint: str, message: OrderedMessage) -> None:
         """Without an endpoint there is nobody to tell."""
         if endpoint:
             self._orders.append(Order(endpoint=endpoint, message=message))

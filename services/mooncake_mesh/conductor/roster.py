@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from mooncake_mesh.conductor.placed_work import PlacedWork
 from mooncake_mesh.conductor.reckoning import QueueReckoning
 from mooncake_mesh.conductor.snapshots import (
     NodeRoom,
@@ -42,26 +43,6 @@ COPIES: Final = InstanceId("copies")
 _S = TypeVar("_S")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedWork:
-    """One placed request as far as its load goes.
-
-    ``copy_from`` names whose link is taken, for ``copy_bytes``, and ``read_from`` whose disk, for ``read_bytes``.
-    """
-
-    prefill: InstanceId
-    uncached_tokens: int
-    cached_tokens: int
-    decode: InstanceId
-    decode_blocks: int
-    ttft_s: float
-    priority: int = 0
-    copy_from: NodeId | None = None
-    copy_bytes: int = 0
-    read_from: NodeId | None = None
-    read_bytes: int = 0
-
-
 @dataclass(slots=True)
 class _Pool:
     """Views of one model's workers of one role; ``snapshot`` is what was handed out last."""
@@ -85,13 +66,12 @@ class Roster:
         self._times = PromptTimes(cost)
         self._kinds = kinds
         self._copies = Correction()
+        self._ttft_limit_s = objectives.ttft_s
         self._step_limit_s = None if objectives.tbt_s is None else objectives.tbt_s * TBT_SHARE
         self._messengers: dict[NodeId, InstanceId] = {}
         self._pending: defaultdict[InstanceId, deque[Pending]] = defaultdict(deque)
         self._queues: defaultdict[InstanceId, QueueReckoning] = defaultdict(QueueReckoning)
         self._reports: dict[InstanceId, tuple[Lease, float, PromptQueue]] = {}  # as of that lease and pace
-        self._last_placed: dict[InstanceId, int] = {}
-        self._n_placed = 0
         self._corrections: dict[InstanceId, Correction] = {}
         self._seen: dict[InstanceId, int] = {}
         self._links_free_s: dict[NodeId, float] = {}
@@ -101,6 +81,7 @@ class Roster:
         self._pools: dict[tuple[str, Role], _Pool] = {}
         self._workers: dict[NodeId, list[InstanceId]] = {}
         self._stale: set[InstanceId] = set()
+        self._withdrawn: set[InstanceId] = set()
         self._ttft_s = 0.0
         self._decode_s = 0.0
 
@@ -113,6 +94,16 @@ class Roster:
         self._pending.pop(member.instance_id, None)
         self._queues.pop(member.instance_id, None)
         self._seen.pop(member.instance_id, None)
+        self._withdrawn.discard(member.instance_id)
+        self.membership_changed()
+
+    def withdraw(self, instance_id: InstanceId) -> None:
+        """Place nothing on it until it registers anew, or is restored."""
+        self._withdrawn.add(instance_id)
+        self.membership_changed()
+
+    def restore(self, instance_id: InstanceId) -> None:
+        self._withdrawn.discard(instance_id)
         self.membership_changed()
 
     def gone(self, instance_id: InstanceId) -> None:
@@ -120,7 +111,6 @@ class Roster:
         self._pending.pop(instance_id, None)
         self._queues.pop(instance_id, None)
         self._reports.pop(instance_id, None)
-        self._last_placed.pop(instance_id, None)
         self._corrections.pop(instance_id, None)
         self._seen.pop(instance_id, None)
         self._decode_spans_s.pop(instance_id, None)
@@ -160,8 +150,6 @@ class Roster:
         self._pending[work.prefill].append(
             Pending(placed_s=now_s, tokens=tokens, prefill_s=prefill_s, priority=work.priority)
         )
-        self._n_placed += 1
-        self._last_placed[work.prefill] = self._last_placed[work.decode] = self._n_placed
         if work.decode != work.prefill:
             self._queues[work.prefill].placed(prefill_s, now_s)
             self._pending[work.decode].append(Pending(placed_s=now_s, tokens=tokens))
@@ -201,15 +189,43 @@ class Roster:
             decode_s=self._decode_s,
         )
 
+    @property
+    def decode_s(self) -> float:
+        """How long requests are decoded of late; 0 when that is not known."""
+        return self._decode_s
+
     def takes_work(self, lease: Lease) -> bool:
         node = self.messenger(lease.member.node_id)
         return (
             lease.member.role in WORKERS
             and lease.health is Health.ALIVE
             and not lease.load.draining
+            and lease.member.instance_id not in self._withdrawn
             and node is not None
             and node.health is Health.ALIVE
             and node.load.blocks_total > 0
+        )
+
+    def view(self, lease: Lease) -> InstanceView:
+        """A worker as it is, with what was placed on it, whether it takes work or not."""
+        member = lease.member
+        node = self.messenger(member.node_id)
+        room = NodeRoom(blocks_total=0, blocks_available=0)
+        if node is not None:
+            room = node_room(node.load, self._pending[node.member.instance_id])
+        pending, pace = self._pending[member.instance_id], self.pace(member.instance_id)
+        if member.role is Role.PREFILL:
+            until_s = self._queues[member.instance_id].busy_until_s
+            reported = self._reported(lease, pace)
+            return prefill_view(lease, room, reported, pending, pace, busy_until_s=until_s)
+        return decode_view(
+            lease,
+            room,
+            pending,
+            self.cost,
+            self.factor(member.instance_id),
+            step_limit_s=self._step_limit_s,
+            pace=pace,
         )
 
     def is_getting_ready(self, model: str, role: Role) -> bool:
@@ -268,7 +284,7 @@ class Roster:
             and self.takes_work(lease)
         ]
         positions = {lease.member.instance_id: position for position, lease in enumerate(leases)}
-        views = [self._view(lease) for lease in leases]
+        views = [self.view(lease) for lease in leases]
         return _Pool(positions=positions, views=views, snapshot=tuple(views))
 
     def _refresh(self) -> None:
@@ -279,42 +295,20 @@ class Roster:
             for instance_id in touched:
                 lease = self._peers.get(instance_id)
                 assert lease is not None, "who left has emptied the pools"
-                pool.views[pool.positions[instance_id]] = self._view(lease)
+                pool.views[pool.positions[instance_id]] = self.view(lease)
             if touched:
                 pool.snapshot = tuple(pool.views)
         self._stale.clear()
         known = [span_s for span_s in self._decode_spans_s.values() if span_s > 0]
         self._decode_s = sum(known) / len(known) if known else 0.0
 
-    def _view(self, lease: Lease) -> InstanceView:
-        member = lease.member
-        node = self.messenger(member.node_id)
-        room = NodeRoom(blocks_total=0, blocks_available=0)
-        if node is not None:
-            room = node_room(node.load, self._pending[node.member.instance_id])
-        pending, pace = self._pending[member.instance_id], self.pace(member.instance_id)
-        last_placed = self._last_placed.get(member.instance_id, 0)
-        if member.role is Role.PREFILL:
-            until_s = self._queues[member.instance_id].busy_until_s
-            reported = self._reported(lease, pace)
-            return prefill_view(lease, room, reported, pending, pace, busy_until_s=until_s, last_placed=last_placed)
-        return decode_view(
-            lease,
-            room,
-            pending,
-            self.cost,
-            self.factor(member.instance_id),
-            step_limit_s=self._step_limit_s,
-            pace=pace,
-            last_placed=last_placed,
-        )
-
     def _reported(self, lease: Lease, pace: float) -> PromptQueue:
         """The queue of a report, made once: between two beats only what is placed behind it changes."""
         instance_id = lease.member.instance_id
         known = self._reports.get(instance_id)
         if known is None or known[0] is not lease or known[1] != pace:
-            known = self._reports[instance_id] = (lease, pace, reported_queue(lease.load, self._times, pace))
+            queue = reported_queue(lease.load, self._times, pace, reported_s=lease.renewed_s, ttft_s=self._ttft_limit_s)
+            known = self._reports[instance_id] = (lease, pace, queue)
         return known[2]
 
     def _reckon(self, lease: Lease, now_s: float) -> None:

@@ -39,6 +39,7 @@ from mooncake_proto.control import (
     Role,
     StatusQuery,
     StatusReport,
+    SwitchRole,
 )
 from mooncake_proto.decisions import DecisionsQuery, DecisionsReport
 from mooncake_proto.ids import Incarnation, InstanceId, new_incarnation
@@ -63,7 +64,7 @@ class ConductorService:
         self._incarnation = incarnation
         self._core = core
         self._publisher = sockets.Publisher(config.publish)
-        self._messengers = Phonebook()
+        self._told = Phonebook()
         self._telling: set[asyncio.Task[None]] = set()
         handlers: dict[type, Handler] = {
             Ping: self._ping,
@@ -90,7 +91,7 @@ class ConductorService:
         for telling in self._telling:
             telling.cancel()
         await asyncio.gather(*self._telling, return_exceptions=True)
-        self._messengers.close()
+        self._told.close()
         self._publisher.close()
 
     async def _tick_forever(self) -> None:
@@ -98,6 +99,7 @@ class ConductorService:
         while True:
             await asyncio.sleep(self._config.heartbeat_s / 2)
             self._changed(self._core.expire(monotonic()))
+            self._tell_all()
             if monotonic() - published_s >= _PUBLISH_S:
                 published_s = monotonic()
                 self._publish()
@@ -162,12 +164,17 @@ class ConductorService:
                 fetch_blocks=result.fetch_prefix_blocks,
                 ttft_est_s=round(result.ttft_est_s, 3),
             )
-            for order in self._core.orders.take():
-                self._tell(order)
+            self._tell_all()
         return result
 
     def _outcomes(self, batch: Outcomes, _: Caller) -> None:
         self._core.outcomes(batch, monotonic())
+
+    def _tell_all(self) -> None:
+        for order in self._core.orders.take():
+            if isinstance(order.message, SwitchRole):
+                _log_switch(order.message)
+            self._tell(order)
 
     def _tell(self, order: Order) -> None:
         """In the background; what is too much for that is not said, as the mesh works without."""
@@ -179,7 +186,7 @@ class ConductorService:
 
     async def _deliver(self, order: Order) -> None:
         try:
-            await self._messengers.get(order.endpoint).send(order.message, timeout_s=_TELL_TIMEOUT_S)
+            await self._told.get(order.endpoint).send(order.message, timeout_s=_TELL_TIMEOUT_S)
         except MooncakeError as error:
             log.info("order_undelivered", endpoint=order.endpoint, code=error.code)
 
@@ -193,6 +200,19 @@ class ConductorService:
         return Pong(
             role=Role.CONDUCTOR, instance_id=InstanceId(self._config.instance_id), incarnation=self._incarnation
         )
+
+
+def _log_switch(order: SwitchRole) -> None:
+    """Who is to take which role, and the figures that tipped it."""
+    log.info(
+        "role_switch",
+        instance_id=order.instance_id,
+        to=order.role.value,
+        prefill_demand=order.prefill_demand,
+        decode_demand=order.decode_demand,
+        prefill=order.prefill,
+        decode=order.decode,
+    )
 
 
 def _applied(ack: KvEventsAck | FeedRefused | None) -> KvEventsAck:

@@ -7,7 +7,8 @@ from typing import Final, overload
 from mooncake_mesh.mesh.peers import Lease
 from mooncake_mesh.policy.cost_model import CostModel
 from mooncake_mesh.policy.forecast import kv_limit_tokens
-from mooncake_mesh.policy.request_class import BEGUN
+from mooncake_mesh.policy.queue_order import queue_up, waiting_prompt
+from mooncake_mesh.policy.request_class import BEGUN, is_batch
 from mooncake_mesh.policy.views import InstanceView, QueuedPrompt
 from mooncake_proto.control import Load
 
@@ -67,31 +68,52 @@ class PromptTimes(dict[tuple[int, int], float]):
 
 
 class PromptQueue(Sequence[QueuedPrompt]):
-    """The queue of one report, and what was *placed* behind it. Immutable.
+    """The queue of one report, and what was placed after it. Immutable.
 
     Its prompts are made when somebody looks at one: there may be thousands, and most policies ask for their number.
+    *arrivals_s* are those of the last ones, which others may overtake; None: nobody overtakes.
     """
 
-    __slots__ = ("_made", "_placed", "_prefills_s", "_priorities", "_prompts")
+    __slots__ = (
+        "_arrivals_s",
+        "_busy_until_s",
+        "_made",
+        "_pending",
+        "_prefills_s",
+        "_priorities",
+        "_prompts",
+        "_ttft_s",
+    )
 
     def __init__(
         self,
         prompts: tuple[tuple[int, int], ...],
         prefills_s: Sequence[float],
         priorities: Sequence[int],
-        placed: tuple[QueuedPrompt, ...] = (),
+        arrivals_s: Sequence[float] | None,
+        ttft_s: float | None,
     ) -> None:
         self._prompts = prompts
         self._prefills_s = prefills_s
         self._priorities = priorities
-        self._placed = placed
+        self._arrivals_s = arrivals_s
+        self._ttft_s = ttft_s
+        self._pending: tuple[Pending, ...] = ()
+        self._busy_until_s = 0.0
         self._made: tuple[QueuedPrompt, ...] | None = None
 
-    def followed_by(self, placed: tuple[QueuedPrompt, ...]) -> "PromptQueue":
-        return PromptQueue(self._prompts, self._prefills_s, self._priorities, placed)
+    def followed_by(self, pending: Sequence[Pending], busy_until_s: float) -> "PromptQueue":
+        """With *pending* put where the instance will put them; all are computed by *busy_until_s*."""
+        after = PromptQueue(self._prompts, self._prefills_s, self._priorities, self._arrivals_s, self._ttft_s)
+        after._pending, after._busy_until_s = tuple(pending), busy_until_s
+        return after
+
+    @property
+    def is_ordered(self) -> bool:
+        return self._arrivals_s is not None
 
     def __len__(self) -> int:
-        return len(self._prompts) + len(self._placed)
+        return len(self._prompts) + len(self._pending)
 
     @property
     def least_urgent(self) -> int:
@@ -115,22 +137,47 @@ class PromptQueue(Sequence[QueuedPrompt]):
 
     def _all(self) -> tuple[QueuedPrompt, ...]:
         if self._made is None:
-            reported = zip(self._prompts, self._prefills_s, self._priorities, strict=True)
-            self._made = (
-                *(
-                    QueuedPrompt(tokens=uncached + cached, prefill_s=prefill_s, priority=priority)
-                    for (uncached, cached), prefill_s, priority in reported
-                ),
-                *self._placed,
-            )
+            self._made = tuple(self._in_order())
         return self._made
 
+    def _in_order(self) -> list[QueuedPrompt]:
+        reported = zip(self._prompts, self._prefills_s, self._priorities, strict=True)
+        queue = [
+            QueuedPrompt(tokens=uncached + cached, prefill_s=prefill_s, priority=priority)
+            for (uncached, cached), prefill_s, priority in reported
+        ]
+        arrivals_s = self._arrivals_s or ()
+        for i, arrival_s in enumerate(arrivals_s, start=len(queue) - len(arrivals_s)):
+            queue[i] = self._waiting(queue[i], arrival_s)
+        ends_s = self._busy_until_s - sum(work.prefill_s for work in self._pending)
+        for work in self._pending:
+            prompt = QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s, priority=work.priority)
+            has_to_wait = self.is_ordered and ends_s > work.placed_s
+            queue_up(self._waiting(prompt, work.placed_s) if has_to_wait else prompt, queue, ends_s)
+            ends_s += work.prefill_s
+        return queue
 
-def reported_queue(load: Load, times: PromptTimes, factor: float) -> PromptQueue:
-    """The prompts that a prefill instance has accepted and not computed, in their order."""
+    def _waiting(self, prompt: QueuedPrompt, arrival_s: float) -> QueuedPrompt:
+        return waiting_prompt(prompt, arrival_s, None if is_batch(prompt.priority) else self._ttft_s)
+
+
+def reported_queue(
+    load: Load, times: PromptTimes, factor: float, *, reported_s: float, ttft_s: float | None
+) -> PromptQueue:
+    """The prompts that a prefill instance has accepted and not computed, in their order.
+
+    *ttft_s* is the objective that decides who may overtake whom.
+    """
     prompts = load.queued_prompts or (((load.queued_tokens, 0),) if load.queued_tokens else ())
     priorities = load.queued_priorities if len(load.queued_priorities) == len(prompts) else (0,) * len(prompts)
-    return PromptQueue(prompts, [factor * prefill_s for prefill_s in map(times.__getitem__, prompts)], priorities)
+    waits_s = load.queued_waits_s
+    return PromptQueue(
+        prompts,
+        [factor * prefill_s for prefill_s in map(times.__getitem__, prompts)],
+        priorities,
+        None if waits_s is None else [reported_s - wait_s for wait_s in waits_s[: len(prompts)]],
+        ttft_s,
+    )
 
 
 def prefill_view(
@@ -141,14 +188,12 @@ def prefill_view(
     pace: float,
     *,
     busy_until_s: float,
-    last_placed: int,
 ) -> InstanceView:
-    """*pending* follows what was *reported*; *busy_until_s* is reckoned: a report alone would be as late as its
+    """*pending* comes after what was *reported*; *busy_until_s* is reckoned: a report alone would be as late as its
     beat."""
     queue, least_urgent = reported, reported.least_urgent
     if pending:
-        placed = [QueuedPrompt(tokens=w.tokens, prefill_s=w.prefill_s, priority=w.priority) for w in pending]
-        queue = reported.followed_by(tuple(placed))
+        queue = reported.followed_by(pending, busy_until_s)
         least_urgent = max(least_urgent, *(work.priority for work in pending))
     return InstanceView(
         instance_id=lease.member.instance_id,
@@ -158,9 +203,9 @@ def prefill_view(
         busy_until_s=busy_until_s,
         queue=queue,
         least_urgent=least_urgent,
+        is_ordered=reported.is_ordered,
         factor=pace,
         pace=pace,
-        last_placed=last_placed,
     )
 
 
@@ -173,7 +218,6 @@ def decode_view(
     *,
     step_limit_s: float | None,
     pace: float,
-    last_placed: int,
 ) -> InstanceView:
     """*step_limit_s* bounds the KV it may run; without one its blocks do.
 
@@ -209,5 +253,4 @@ def decode_view(
         max_batch=load.max_batch,
         factor=factor,
         pace=pace,
-        last_placed=last_placed,
     )

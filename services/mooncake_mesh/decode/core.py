@@ -8,8 +8,8 @@
 A sequence whose prompt is computed here waits for that instead of KV and token, and is FINISHED at once where the first
 token is the last.
 
-A job with a gate joins no batch before :meth:`DecodeCore.open_gates` has granted it; one that is refused is for the
-caller to stop.
+A job with a gate joins no batch, and its first token is shown to nobody, before :meth:`DecodeCore.open_gates` says so;
+one that is refused is for the caller to stop.
 
 A sequence is *stalled* in a step when its next token has no block yet: growth is asked for ahead of need, and a
 sequence that cannot get any makes the youngest one give its place back (its request is placed again with the tokens
@@ -40,10 +40,10 @@ from mooncake_mesh.errors import InvalidTransition
 from mooncake_mesh.kv.block_hash import chain, token_bytes
 from mooncake_mesh.policy.cost_model import StepCost
 from mooncake_mesh.policy.decisions import Refused
-from mooncake_mesh.policy.decode_gate import Batch, Candidate, Verdict, overdue, verdicts
+from mooncake_mesh.policy.decode_gate import Batch, Candidate, Verdict, joining, overdue, verdicts
 from mooncake_mesh.policy.stopping import finish_after
 from mooncake_proto.ids import BLOCK_KEY_BYTES, BlockKey, JobId
-from mooncake_proto.serving import DecodeJob, FinishReason
+from mooncake_proto.serving import DecodeJob, FinishReason, GateKind
 
 _MAX_EARLY_TOKENS: Final = 1024
 _GROW_AHEAD_TOKENS: Final = 8
@@ -189,29 +189,42 @@ class DecodeCore:
         gated = [seq for seq in self._gated.values() if seq.stop is None and seq.has_first_token]
         if not gated:
             return GateVerdicts()
-        granted: list[DecodeSequence] = []
+        shown: list[DecodeSequence] = []
         refused: list[tuple[DecodeSequence, Refused]] = []
-        ready = [seq for seq in gated if seq.stage is SequenceStage.READY]
-        found = verdicts(self.batch(), _candidates(ready, now_s), self._step_cost)
-        for sequence, verdict in zip(ready, found, strict=True):
+        asking = [seq for seq in gated if not seq.is_shown and (seq.stage is SequenceStage.READY or _is_checked(seq))]
+        found = verdicts(self._shown(), _candidates(asking, now_s), self._step_cost)
+        for sequence, verdict in zip(asking, found, strict=True):
             if verdict is Verdict.GRANTED:
-                sequence.is_granted = True
+                sequence.is_shown = True
                 sequence.shown_s = now_s
                 self._waits_no_more(sequence)
-                del self._gated[sequence.job.job_id]
-                granted.append(sequence)
+                shown.append(sequence)
             elif isinstance(verdict, Refused):
                 refused.append((sequence, verdict))
-        for sequence in gated:
-            late = overdue(sequence.left_s(now_s)) if sequence.stage is SequenceStage.WAITING else None
-            if late is not None:
-                refused.append((sequence, late))
-        return GateVerdicts(granted=tuple(granted), refused=tuple(refused))
+        landing = [seq for seq in gated if seq.stage is SequenceStage.WAITING and not _is_checked(seq)]
+        refused += [(seq, late) for seq in landing if (late := overdue(seq.left_s(now_s))) is not None]
+        return GateVerdicts(shown=tuple(shown), granted=self._grant(now_s), refused=tuple(refused))
+
+    def _grant(self, now_s: float) -> tuple[DecodeSequence, ...]:
+        """Let those begin whose first token is out, whose KV is here, and for whom there is room."""
+        shown = [seq for seq in self._gated.values() if seq.is_shown and seq.stage is SequenceStage.READY]
+        granted = shown[: joining(self.batch(), _candidates(shown, now_s))]
+        for sequence in granted:
+            sequence.is_granted = True
+            del self._gated[sequence.job.job_id]
+        return tuple(granted)
+
+    def _shown(self) -> Batch:
+        """All whose first token is out, whether they are decoded already or not."""
+        begun = (seq for seq in self._unheld if not seq.is_over)
+        return self._of([seq for seq in begun if seq.is_shown or (seq.is_granted and seq.stage in ACTIVE)])
 
     def batch(self) -> Batch:
         """All that may be decoded now, those that are about to join included."""
-        running = [seq for seq in self._unheld if seq.stage in ACTIVE and seq.is_granted]
-        return Batch(jobs=len(running), tokens=sum(seq.length for seq in running), max_jobs=self.max_batch)
+        return self._of([seq for seq in self._unheld if seq.is_granted and seq.stage in ACTIVE])
+
+    def _of(self, sequences: Sequence[DecodeSequence]) -> Batch:
+        return Batch(jobs=len(sequences), tokens=sum(seq.length for seq in sequences), max_jobs=self.max_batch)
 
     def longest_wait_s(self, now_s: float) -> float:
         """How long those that join the next batch have waited for it since their first token could be shown."""
@@ -369,6 +382,12 @@ def _tokens(sequence: DecodeSequence) -> npt.NDArray[np.int32]:
     tokens = np.zeros(len(prompt) + max(1, job.stopping.max_new_tokens - job.drawn_tokens), dtype=np.int32)
     tokens[: len(prompt)] = prompt
     return tokens
+
+
+def _is_checked(sequence: DecodeSequence) -> bool:
+    """Whether its gate decides as soon as its prompt is computed, wherever its KV is."""
+    gate = sequence.job.gate
+    return gate is not None and gate.kind is not GateKind.HOLD
 
 
 def _candidates(sequences: Sequence[DecodeSequence], now_s: float) -> list[Candidate]:

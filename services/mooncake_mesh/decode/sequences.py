@@ -51,8 +51,9 @@ class DecodeSequence:
     them in its job only. The KV of all but the last one is valid in ``blocks``.
 
     ``admission`` numbers the jobs of its instance. ``drawn`` counts drawn tokens over all jobs of the request.
-    ``filter`` rules what may come next. ``stop`` says why the sequence should end early.
-    ``shown_s`` is when its first token was known and free to be shown.
+    ``is_shown`` says that its gate has let its first token out, ``is_granted`` that it may be decoded, and ``shown_s``
+    when its first token was known and free to be shown. ``filter`` rules what may come next. ``stop`` says why the
+    sequence should end early.
     """
 
     admission: int
@@ -69,6 +70,7 @@ class DecodeSequence:
     blocks: list[int] = field(default_factory=list)
     is_landed: bool = False
     has_first_token: bool = False
+    is_shown: bool = False
     is_growing: bool = False
     shown_s: float = inf
     filter: TokenFilter | None = None
@@ -96,7 +98,10 @@ class DecodeSequence:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is not to be decoded yet: its KV, its first token or a grant is still to come."""
+        """Whether it is not to be decoded yet: its KV, its first token or a grant is still to come. One whose first
+        token is out counts as decoded, room or no room."""
+        if self.is_shown:
+            return False
         return self.stage is SequenceStage.WAITING or (self.stage is SequenceStage.READY and not self.is_granted)
 
     @property
@@ -127,8 +132,10 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateVerdicts:
-    """Sequences that may be decoded from now on, and those that must be stopped, with the reason."""
+    """Sequences whose first token may be shown from now on, that may be decoded from now on, and that must be stopped,
+    with the reason."""
 
+    shown: tuple[DecodeSequence, ...] = ()
     granted: tuple[DecodeSequence, ...] = ()
     refused: tuple[tuple[DecodeSequence, Refused], ...] = ()
 

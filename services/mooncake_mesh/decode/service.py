@@ -43,6 +43,7 @@ from mooncake_mesh.errors import (
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.rpc import Caller, Handler
 from mooncake_mesh.mesh.runtime import Lifecycle
+from mooncake_mesh.worker.home import WorkerHome
 from mooncake_mesh.worker.station import Station
 from mooncake_proto.control import Load, Ok, Role
 from mooncake_proto.ids import JobId
@@ -66,9 +67,9 @@ _STEP_MEMORY: Final = 0.9
 
 
 class DecodeService:
-    """One decode instance."""
+    """One decode instance. With a *home*, for one turn."""
 
-    def __init__(self, config: DecodeConfig, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, config: DecodeConfig, tasks: asyncio.TaskGroup, home: WorkerHome | None = None) -> None:
         self._tasks = tasks
         self._core = DecodeCore(
             block_tokens=config.block_tokens,
@@ -83,9 +84,9 @@ class DecodeService:
             on_stop=self._stop_all,
             on_gateway_lost=self._gateway_lost,
             has_job=lambda job_id: self._core.get(job_id) is not None,
+            home=home,
         )
-        self._changed = Bell()
-        self._over = Bell()
+        self._changed, self._over = Bell(), Bell()
         self._stepping: frozenset[JobId] = frozenset()
         self._slots = DecodeSlots()
         self._step_s = 0.0
@@ -152,7 +153,7 @@ class DecodeService:
     def _open_gates(self) -> None:
         """Tell the gateways of jobs that may begin now, and end those that have no place."""
         verdicts = self._core.open_gates(monotonic())
-        for sequence in verdicts.granted:
+        for sequence in verdicts.shown:
             self._post(sequence.job.stream_endpoint, DecodeGranted(job_id=sequence.job.job_id))
         for sequence, refused in verdicts.refused:
             self._stop(sequence, DecodeRefused(refused.reason, retry_after_s=refused.retry_after_s))

@@ -5,6 +5,7 @@ begun anew, goes on under the same rule.
 """
 
 from collections.abc import Sequence
+from time import thread_time
 from typing import Final
 
 import numpy as np
@@ -17,7 +18,11 @@ from mooncake_proto.grammar import Grammar, GrammarKind
 _JSON_LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """One line, one space at most after a comma or colon: free white space is where small models never stop."""
 _SILENT: Final = 0
-_LIMITS: Final = LLParserLimits(verbose_errors=False)
+_LIMITS: Final = LLParserLimits(verbose_errors=False, initial_lexer_fuel=200_000, max_lexer_states=50_000)
+"""A fifth of the library's own limits: more than any sensible schema takes, and `a{4294967295}` fails within
+milliseconds instead of seconds."""
+_LONGEST_MASK_S: Final = 0.5
+"""Of processor time. Everybody in the batch waits for a mask."""
 _LONGEST_REASON_CHARS: Final = 300
 
 
@@ -26,7 +31,10 @@ def check_grammar(kind: GrammarKind, text: str) -> None:
 
     Takes milliseconds; up to a second for texts that are meant to take long.
     """
-    problem = LLMatcher.validate_grammar(_source(kind, text), limits=_LIMITS)
+    try:
+        problem = LLMatcher.validate_grammar(_source(kind, text), limits=_LIMITS)
+    except ValueError as error:  # half a surrogate pair
+        raise InvalidRequest(_shortened(str(error))) from error
     if problem and not problem.startswith("WARNING"):
         raise InvalidRequest(_shortened(problem))
 
@@ -51,12 +59,21 @@ class GrammarCompiler:
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises InvalidRequest as :func:`check_grammar`, or when an end token is none of the vocabulary's."""
-        tokenizer, source = self._tokenizer(grammar.end_tokens), _source(grammar.kind, grammar.text)
-        matcher = LLMatcher(tokenizer, source, log_level=_SILENT, limits=_LIMITS)
+        """Raises InvalidRequest as :func:`check_grammar`, when an end token is none of the vocabulary's, and when no
+        text can begin or the first mask takes too long."""
+        tokenizer = self._tokenizer(grammar.end_tokens)
+        try:
+            matcher = LLMatcher(tokenizer, _source(grammar.kind, grammar.text), log_level=_SILENT, limits=_LIMITS)
+        except ValueError as error:
+            raise InvalidRequest(_shortened(str(error)), param="sampling.grammar") from error
         if matcher.is_error():
             raise InvalidRequest(_shortened(matcher.get_error()), param="sampling.grammar")
-        return CompiledGrammar(matcher, grammar.end_tokens)
+        compiled = CompiledGrammar(matcher, grammar.end_tokens)
+        first = compiled.filter()
+        first.allowed(np.zeros(0, np.int32))
+        if first.failure is not None:
+            raise first.failure
+        return compiled
 
     def _tokenizer(self, end_tokens: tuple[int, ...]) -> LLTokenizer:
         """Every request of a model names the same end tokens, so the last tokenizer is nearly always the right one."""
@@ -80,6 +97,7 @@ class _GrammarFilter:
         self._seen = 0
 
     def allowed(self, drawn: TokenArray) -> TokenMask:
+        began_s = thread_time()
         fresh = drawn[self._seen :].tolist()
         self._seen = len(drawn)
         if fresh:
@@ -89,6 +107,8 @@ class _GrammarFilter:
         if self._matcher.is_error():
             self.failure = InvalidRequest(f"the grammar: {_shortened(self._matcher.get_error())}")
             mask[list(self._end_tokens)] = True  # something has to be drawn, and whoever steps sees the failure
+        elif thread_time() - began_s > _LONGEST_MASK_S:
+            self.failure = InvalidRequest("the grammar is too complex: finding the next tokens takes too long")
         return mask
 
 

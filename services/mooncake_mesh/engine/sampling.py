@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from mooncake_mesh.engine.api import Drawn, SampleRequest
+from mooncake_mesh.engine.api import Drawn, SampleRequest, TokenMask
 from mooncake_mesh.engine.philox import uniform
 from mooncake_mesh.errors import ModelError
 from mooncake_proto.serving import Sampling, TokenLogprob
@@ -57,7 +57,10 @@ def penalised(logits: torch.Tensor, request: SampleRequest) -> torch.Tensor:
     """*logits* after biases, penalties, bans and filter; the same tensor when none applies, a new one otherwise."""
     sampling = request.sampling
     allowed = request.allowed()
-    if not (_has_penalties(sampling) or request.banned or sampling.logit_bias or allowed is not None):
+    has_rules = _has_penalties(sampling) or bool(sampling.logit_bias)
+    if allowed is not None and not has_rules:
+        return _only(allowed, logits)
+    if not (has_rules or request.banned):
         return logits
     result = logits.clone()
     if sampling.logit_bias:
@@ -73,10 +76,15 @@ def penalised(logits: torch.Tensor, request: SampleRequest) -> torch.Tensor:
         penalty = sampling.frequency_penalty * counts + sampling.presence_penalty
         result[_ids(unique, logits)] -= torch.as_tensor(penalty, dtype=result.dtype, device=result.device)
     if allowed is not None:
-        result.masked_fill_(~torch.from_numpy(allowed[: result.numel()]).to(result.device), float("-inf"))
-    elif request.banned:
+        return _only(allowed, result)
+    if request.banned:
         result[list(request.banned)] = float("-inf")
     return result
+
+
+def _only(allowed: TokenMask, logits: torch.Tensor) -> torch.Tensor:
+    """*logits* of the *allowed* tokens; -inf for all others."""
+    return torch.where(torch.from_numpy(allowed[: logits.numel()]).to(logits.device), logits, float("-inf"))
 
 
 def kept_logits(scaled: torch.Tensor, sampling: Sampling) -> torch.Tensor:

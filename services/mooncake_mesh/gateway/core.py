@@ -56,6 +56,7 @@ from mooncake_proto.ids import BlockKey, InstanceId, JobId
 from mooncake_proto.serving import (
     DecodeGranted,
     FirstToken,
+    GateKind,
     JobFailed,
     Placement,
     Schedule,
@@ -207,10 +208,8 @@ class RequestCore:
             gate=gate,
             elapsed_s=now_s - self._started_s,
         )
-        if placement.inline_step is not None:
-            self._jobs_at = (placement.decode,)
-        else:
-            self._jobs_at = (placement.prefill,) if is_single else (placement.prefill, placement.decode)
+        apart = (placement.prefill,) if is_single else (placement.prefill, placement.decode)
+        self._jobs_at = apart if placement.inline_step is None else (placement.decode,)
         return [start]
 
     def _not_placed(self, error: MooncakeError, now_s: float) -> list[RequestCommand]:
@@ -253,10 +252,10 @@ class RequestCore:
         return self._show()
 
     def _granted(self, now_s: float) -> list[RequestCommand]:
-        """All KV has landed: what becomes of the prefill worker does not matter any more."""
+        """What was held has all of its KV: what becomes of the prefill worker does not matter any more."""
         self._heard(now_s)
-        self._is_gated = False
-        self._has_decoded = True
+        self._is_gated, gate = False, self.placement.gate if self.placement is not None else None
+        self._has_decoded |= gate is not None and gate.kind is GateKind.HOLD
         return self._show()
 
     def _show(self) -> list[RequestCommand]:

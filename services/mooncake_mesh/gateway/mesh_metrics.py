@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mooncake_mesh.gateway.member_metrics import member_metrics
 from mooncake_mesh.gateway.metrics import PREFIX
 from mooncake_proto.control import ClassReport, Latency, StatusReport
 
@@ -40,6 +41,7 @@ class _Report(Collector):
             error.add_metric([known.instance_id], known.error)
         yield from (factor, error)
         yield from _classes(report.classes)
+        yield from member_metrics(report.cluster.members)
 
 
 def _classes(classes: tuple[ClassReport, ...]) -> Iterator[Metric]:

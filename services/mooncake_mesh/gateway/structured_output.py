@@ -110,12 +110,20 @@ def _schema(value: Any, param: str) -> str:
         text = _text(value, param)
         try:
             json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{param} is no JSON: {error}", param=param) from None
         return text
     if not isinstance(value, dict):
         raise InvalidRequest(f"{param} must be a JSON schema, which is an object", param=param)
-    return _text(json.dumps(value, ensure_ascii=False), param)
+    return _text(json_text(value, param), param)
+
+
+def json_text(value: Any, param: str) -> str:
+    """*value*, which came as JSON. Raises InvalidRequest when it is nested too deeply to be written again."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
 
 
 def _choice(value: Any, param: str) -> str:

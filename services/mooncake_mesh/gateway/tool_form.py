@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from mooncake_mesh.errors import InvalidRequest
 from mooncake_mesh.gateway.structured_output import GrammarText, lark_string
 from mooncake_mesh.gateway.tools import ChatMessage, Tool, ToolCall, ToolChoice, ToolUse
-from mooncake_proto.grammar import GrammarKind
+from mooncake_proto.grammar import MAX_GRAMMAR_CHARS, GrammarKind
 
 CALL_BEGINS: Final = "<tool_call>"
 CALL_ENDS: Final = "</tool_call>"
@@ -34,7 +35,7 @@ _INTRODUCTION: Final = (
 
 
 def call_grammar(use: ToolUse) -> GrammarText | None:
-    """What an answer must be that has to call tools; None where it need not."""
+    """What an answer must be that has to call tools; None where it need not. Raises InvalidRequest for very many."""
     if use.choice not in (ToolChoice.REQUIRED, ToolChoice.NAMED):
         return None
     tools = use.callable
@@ -47,7 +48,11 @@ def call_grammar(use: ToolUse) -> GrammarText | None:
         lines.append(f"call_{index}: {head} args_{index} {lark_string('}' + chr(10) + CALL_ENDS)}")
         schema = {"type": "object", **tool.parameters, **_LAYOUT}
         lines.append(f"args_{index}: %json {json.dumps(schema, ensure_ascii=False)}")
-    return GrammarText(kind=GrammarKind.LARK, text="\n".join(lines), param="tools")
+    text = "\n".join(lines)
+    if len(text) > MAX_GRAMMAR_CHARS:
+        message = f"tools of which one must be called must not have more than {MAX_GRAMMAR_CHARS} characters of schemas"
+        raise InvalidRequest(message, param="tools")
+    return GrammarText(kind=GrammarKind.LARK, text=text, param="tools")
 
 
 def plain_chat(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[ChatMessage]:

@@ -6,7 +6,9 @@ from typing import Any, Final
 
 from mooncake_mesh.errors import InvalidRequest
 from mooncake_mesh.gateway.json_fields import Fields, UnsupportedParameter, checked_object, checked_string
+from mooncake_mesh.gateway.structured_output import json_text
 from mooncake_mesh.gateway.tools import Tool, ToolCall, ToolChoice, ToolUse
+from mooncake_proto.grammar import MAX_GRAMMAR_CHARS
 
 MAX_TOOLS: Final = 128
 _MAX_DESCRIPTION_CHARS: Final = 1 << 16
@@ -58,6 +60,9 @@ def _tool(fields: Fields) -> Tool:
     if not isinstance(parameters, dict):
         param = function.param("parameters")
         raise InvalidRequest(f"{param} must be a JSON schema, which is an object", param=param)
+    if len(json_text(parameters, function.param("parameters"))) > MAX_GRAMMAR_CHARS:
+        message = f"{function.param('parameters')} must not be longer than {MAX_GRAMMAR_CHARS} characters"
+        raise InvalidRequest(message, param=function.param("parameters"))
     description = function.string("description", longest=_MAX_DESCRIPTION_CHARS) or ""
     return Tool(name=name, description=description, parameters=parameters)
 

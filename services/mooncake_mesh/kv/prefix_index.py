@@ -68,27 +68,27 @@ class PrefixIndex:
         if not keys:
             return found
         alive = self._masks.get(keys[0], 0)
-        memo = self._segments
-        long, whole = len(keys) - len(keys) % LONG_BLOCKS, len(keys) - len(keys) % SEGMENT_BLOCKS
-        for start in range(0, long, LONG_BLOCKS):
-            if not alive:
-                return found
+        memo, n = self._segments, len(keys)
+        start = 0
+        while alive and n - start >= LONG_BLOCKS:
             steps = memo.known_long.get(keys[start + LONG_BLOCKS - 1]) or memo.long_steps(keys, start)
-            alive = self._step_down(found, alive, steps, start)
-        for start in range(long, whole, SEGMENT_BLOCKS):
-            if not alive:
-                return found
+            if alive & steps[-1][1] != alive:  # somebody drops out
+                alive = self._step_down(found, alive, steps, start)
+            start += LONG_BLOCKS
+        while alive and n - start >= SEGMENT_BLOCKS:
             steps = memo.known.get(keys[start + SEGMENT_BLOCKS - 1]) or memo.steps(keys, start)
-            alive = self._step_down(found, alive, steps, start)
-        masks = self._masks
-        for depth in range(whole, len(keys)):
-            if not alive:
-                return found
-            still = alive & masks.get(keys[depth], 0)
-            if still != alive:
-                self._record(found, alive ^ still, depth)
-                alive = still
-        self._record(found, alive, len(keys))
+            if alive & steps[-1][1] != alive:
+                alive = self._step_down(found, alive, steps, start)
+            start += SEGMENT_BLOCKS
+        if alive and start < n:
+            for depth, holders in enumerate(map(self._masks.get, keys[start:], repeat(0)), start):
+                if alive & holders != alive:
+                    self._record(found, alive & ~holders, depth)
+                    alive &= holders
+                    if not alive:
+                        break
+        if alive:
+            self._record(found, alive, n)
         return found
 
     def ssd_starts(self, keys: Sequence[BlockKey], prefix_blocks: Mapping[NodeId, int]) -> dict[NodeId, int]:

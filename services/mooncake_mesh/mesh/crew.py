@@ -13,6 +13,8 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
+from mooncake_mesh.mesh.service_manager import Progress
+
 log = structlog.get_logger(__name__)
 
 _T = TypeVar("_T")
@@ -25,6 +27,7 @@ class Crew:
     def __init__(self, n_threads: int, *, name: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
+        self._given = self._done = 0
         self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(n_threads)]
         for thread in self._threads:
             thread.start()
@@ -35,8 +38,13 @@ class Crew:
         Work cannot be stopped: after cancelling the future it is done all the same, and its outcome is dropped.
         """
         outcome: asyncio.Future[_T] = self._loop.create_future()
+        self._given += 1
         self._jobs.put((work, outcome))
         return outcome
+
+    def progress(self) -> Progress:
+        """How many pieces of work have come to an end, as far as the loop has heard, and how many have not."""
+        return Progress(done=self._done, pending=self._given - self._done)
 
     def close(self) -> None:
         """Finish what was given to :meth:`run`; no thread is left when this returns. Nothing may be given any more."""
@@ -51,9 +59,15 @@ class Crew:
             try:
                 result = work()
             except BaseException as error:  # noqa: BLE001  whoever awaits the outcome gets it
-                tell(self._loop, partial(_fail, outcome, error))
+                tell(self._loop, partial(self._over, _fail, outcome, error))
             else:
-                tell(self._loop, partial(_succeed, outcome, result))
+                tell(self._loop, partial(self._over, _succeed, outcome, result))
+
+    def _over(
+        self, settle: Callable[["asyncio.Future[Any]", Any], None], outcome: "asyncio.Future[Any]", what: Any
+    ) -> None:
+        self._done += 1
+        settle(outcome, what)
 
 
 def tell(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:

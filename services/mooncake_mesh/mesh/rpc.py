@@ -78,7 +78,8 @@ class RpcServer:
         *,
         audience: Audience = Audience.MEMBERS,
     ) -> None:
-        self._handlers = {cls: (handler, inspect.iscoroutinefunction(handler)) for cls, handler in handlers.items()}
+        self._handlers: dict[type, tuple[Handler, bool]] = {}
+        self.take(handlers)
         self._tasks = tasks
         self._running: set[asyncio.Task[None]] = set()
         self._calls: dict[tuple[bytes, MessageId], asyncio.Task[None]] = {}
@@ -86,6 +87,11 @@ class RpcServer:
         self._channel = sockets.router(bind, lambda frames: self._accept(frames[0], frames[1:]), audience=audience)
         self.endpoint = self._channel.endpoint
         self.refused_messages = 0
+
+    def take(self, handlers: dict[type, Handler]) -> None:
+        """Answer with *handlers* from now on; kinds that none is for keep the one they have."""
+        for cls, handler in handlers.items():
+            self._handlers[cls] = (handler, inspect.iscoroutinefunction(handler))
 
     async def close(self) -> None:
         """Cancel running handlers and close the socket; what comes in meanwhile is answered ``draining``."""

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 import structlog
 import uvloop
@@ -10,25 +11,33 @@ import zmq
 
 from mooncake_mesh.mesh.curve import MeshKeys, using
 from mooncake_mesh.mesh.gatekeeper import Gatekeeper
+from mooncake_mesh.mesh.service_manager import Progress, ServiceManager, service_manager
 
 log = structlog.get_logger(__name__)
+
+_NO_WORK: Final = Progress(done=0, pending=0)
+"""Of a service whose work is all done by the event loop: that loop's turning is its progress."""
 
 
 class Lifecycle:
     """Handed to a service's ``run``. ``stopping`` is set by SIGTERM or SIGINT; the service then drains and returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, manager: ServiceManager | None = None) -> None:
         self.stopping = asyncio.Event()
         self.is_ready = False
+        self._manager = manager or ServiceManager(None)
 
-    def ready(self, **facts: object) -> None:
-        """Say once that the service takes work."""
+    def ready(self, progress: Callable[[], Progress] = lambda: _NO_WORK, **facts: object) -> None:
+        """Say once that the service takes work; *progress* is asked from then on whether it gets anywhere with it."""
         self.is_ready = True
         log.info("ready", **facts)
+        self._manager.ready()
+        self._manager.watch(progress)
 
     def stop(self, why: str) -> None:
         if not self.stopping.is_set():
             log.info("stopping", why=why)
+            self._manager.stopping()
             self.stopping.set()
 
 
@@ -43,7 +52,8 @@ def main(run: Callable[[Lifecycle], Awaitable[None]], keys: MeshKeys | None = No
 
 
 async def _supervised(run: Callable[[Lifecycle], Awaitable[None]], keys: MeshKeys | None) -> None:
-    lifecycle = Lifecycle()
+    manager = service_manager()
+    lifecycle = Lifecycle(manager)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lifecycle.stop, signal.Signals(number).name)
@@ -51,6 +61,7 @@ async def _supervised(run: Callable[[Lifecycle], Awaitable[None]], keys: MeshKey
     try:
         await run(lifecycle)
     finally:
+        manager.close()
         if gatekeeper is not None:
             gatekeeper.close()
         zmq.Context.instance().destroy(linger=250)

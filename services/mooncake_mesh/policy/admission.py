@@ -15,14 +15,15 @@ look at decoding:
 Times of a refusal come from the same forecasts.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from mooncake_mesh.config_scheduling import AdmissionKind
+from mooncake_mesh.config_scheduling import AdmissionKind, LoadMeasure
 from mooncake_mesh.policy.cost_model import CostModel
 from mooncake_mesh.policy.decisions import Placed, Refused, contended
 from mooncake_mesh.policy.forecast import (
+    BatchForecast,
     decoding_at,
     decoding_now,
     freed_after_s,
@@ -54,6 +55,7 @@ class Admission:
     decode_s: float | None = None
     assumed_decode_s: float = 30.0
     wip_limit: float | None = None
+    measure: LoadMeasure = LoadMeasure.WITH_REQUEST
 
     def decode_time_s(self, cluster: ClusterView) -> float:
         return self.decode_s or cluster.decode_s or self.assumed_decode_s
@@ -77,9 +79,12 @@ def admission_refusal(
         case AdmissionKind.BASELINE:
             return None
         case AdmissionKind.EARLY:
+            if admission.measure is LoadMeasure.SIZE_NEUTRAL:
+                load = _mean_load(map(decoding_now, cluster.decode), request, cost, objectives)
+                return _overloaded("tbt_objective", load, decode_s)
             return early_refusal(request, cluster, cost, objectives, decode_s)
         case AdmissionKind.PREDICTIVE:
-            load = _predicted_load(request, placed.ttft_est_s, cluster, cost, objectives, decode_s)
+            load = _predicted_load(request, placed.ttft_est_s, cluster, cost, objectives, admission)
             return _overloaded("tbt_objective_predicted", load, decode_s)
         case AdmissionKind.HOLD:
             return _hold_refusal(request, cluster, admission, decode_s)
@@ -136,12 +141,12 @@ def elsewhere(
     decode_s: float,
 ) -> ClusterView | Refused:
     """*cluster* for a request that some decode instances had no place for when its KV was there: of the others, only
-    those that could take it now, as another refusal would cost another prefill."""
+    those that could take it now with all that is on its way to them, as another refusal would cost another prefill."""
     able = [
         instance
         for instance in cluster.decode
         if instance.instance_id not in refused_by
-        and decode_refusal(request, instance, cost, objectives, decode_s) is None
+        and decode_refusal(request, _with_waiting(instance), cost, objectives, decode_s) is None
     ]
     return replace(cluster, decode=able) if able else contended("tbt_objective")
 
@@ -159,15 +164,19 @@ def _predicted_load(
     cluster: ClusterView,
     cost: CostModel,
     objectives: Objectives,
-    decode_s: float,
+    admission: Admission,
 ) -> float:
-    share = 1.0 / len(cluster.decode)
-    loads = [
-        batch.with_added(share, request.prompt_tokens * share).load(
-            cost, block_tokens=request.block_tokens, tbt_s=objectives.tbt_s
-        )
-        for batch in decoding_at(cluster, after_s, decode_s)
-    ]
+    batches = decoding_at(cluster, after_s, admission.decode_time_s(cluster))
+    if admission.measure is LoadMeasure.WITH_REQUEST:
+        share = 1.0 / len(batches)
+        batches = [batch.with_added(share, request.prompt_tokens * share) for batch in batches]
+    return _mean_load(batches, request, cost, objectives)
+
+
+def _mean_load(
+    batches: Iterable[BatchForecast], request: RequestShape, cost: CostModel, objectives: Objectives
+) -> float:
+    loads = [batch.load(cost, block_tokens=request.block_tokens, tbt_s=objectives.tbt_s) for batch in batches]
     return sum(loads) / len(loads)
 
 
@@ -183,3 +192,12 @@ def _hold_refusal(request: RequestShape, cluster: ClusterView, admission: Admiss
 
 def _overloaded(reason: str, load: float, decode_s: float) -> Refused | None:
     return None if load <= 1.0 else contended(reason, after_s=freed_after_s(load - 1.0, load, decode_s))
+
+
+def _with_waiting(instance: InstanceView) -> InstanceView:
+    """As if all that waits there were decoded already."""
+    return replace(
+        instance,
+        running_jobs=instance.running_jobs + instance.waiting_jobs,
+        running_tokens=instance.running_tokens + instance.waiting_tokens,
+    )

@@ -1,16 +1,18 @@
-"""When a computed prompt begins to be decoded: the second decision of every admission strategy, where the KV is.
+"""When a computed prompt begins to be decoded: the second decision of every admission strategy, at the decode worker.
 
-Until it is granted nobody is shown the first token, so that a refusal is a refusal (429) and a wait counts as time to
-the first token, not as time between tokens.
+Until it is granted nobody is shown the first token, so that a refusal is a refusal (429).
 
-``check``   decided when KV and first token are there: granted if the batch with it stays within the TBT objective and
-            the room there is, refused otherwise. What was computed is lost.
-``hold``    held until a step with it takes at most its share of the objective; in order of arrival, so that nobody is
-            passed for ever. Refused when the wait is expected to outlast the time that is left to the first token.
+``check``   the papers' double check, decided when the prompt is computed: granted if all KV that the worker was granted
+            leaves room for it and a step with all of that keeps to the TBT objective, refused otherwise. What was
+            computed is lost. (Size-neutral: the request itself does not count.) The first token goes out then, and
+            its sequence waits for its KV, for room to grow and for a place in the batch after that: between its first
+            two tokens.
+``hold``    decided when its KV is there as well, and there is room to grow and a place: until then it is held, in order
+            of arrival, so that nobody is passed for ever. The wait is time to the first token. Refused when it is
+            expected to outlast the time that is left of that, or has.
 
-Under both a prompt waits for blocks and for a place in the batch, and is refused if it has none when its first token is
-due. Asking costs a message on the way of the first token, so whoever goes to an instance that will be at most half
-loaded with all that is on its way there is not asked.
+Asking costs a message on the way of the first token, so whoever goes to an instance that will be at most half loaded
+with all that is on its way there is not asked.
 
 Pure functions of values. An empty batch takes whoever is first: who does not fit alone never will.
 """
@@ -20,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mooncake_mesh.config_scheduling import AdmissionKind
+from mooncake_mesh.config_scheduling import AdmissionKind, LoadMeasure
 from mooncake_mesh.policy.admission import TBT_SHARE, Admission
 from mooncake_mesh.policy.cost_model import CostModel, StepCost
 from mooncake_mesh.policy.decisions import Refused, contended
@@ -28,8 +30,17 @@ from mooncake_mesh.policy.forecast import batch_load, decoding_now, freed_after_
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives
 from mooncake_proto.serving import DecodeGate, GateKind
 
+_CHECKS: Final = {
+    LoadMeasure.WITH_REQUEST: GateKind.CHECK,
+    LoadMeasure.SIZE_NEUTRAL: GateKind.CHECK_SIZE_NEUTRAL,
+}
+
 _FREE_LOAD: Final = 0.5
 """Load up to which an instance takes a prompt unasked."""
+
+
+ROOM_SHARE: Final = 0.98
+"""Part of the room for KV in which sequences begin; what is left they grow into."""
 
 
 class Verdict(enum.Enum):
@@ -76,7 +87,7 @@ class LinearStep:
 
 
 def verdicts(batch: Batch, waiting: Sequence[Candidate], cost: StepCost | None = None) -> list[Verdict | Refused]:
-    """What becomes of each of *waiting*, whose KV is there, oldest first. *cost* None: as their gates say.
+    """What becomes of each of *waiting*, oldest first; *batch* is all that was granted. *cost* None: as gates say.
 
     Those that are granted are in the batch for all that come after them; those that are held, for the ones that are
     held behind them.
@@ -85,10 +96,10 @@ def verdicts(batch: Batch, waiting: Sequence[Candidate], cost: StepCost | None =
     ahead = batch
     for candidate in waiting:
         steps = LinearStep.of(candidate.gate) if cost is None else cost
-        if candidate.gate.kind is GateKind.CHECK:
-            verdict = _checked(batch, candidate, steps)
-        else:
+        if candidate.gate.kind is GateKind.HOLD:
             verdict = _held(ahead, candidate, steps)
+        else:
+            verdict = _checked(batch, candidate, steps)
         found.append(verdict)
         if verdict is Verdict.GRANTED:
             batch = batch.with_added(candidate.tokens)
@@ -97,9 +108,23 @@ def verdicts(batch: Batch, waiting: Sequence[Candidate], cost: StepCost | None =
     return found
 
 
+def joining(batch: Batch, waiting: Sequence[Candidate]) -> int:
+    """How many of *waiting*, who were granted and whose KV is there, have room and a place in *batch* now.
+
+    Oldest first, and nobody is passed.
+    """
+    for n, candidate in enumerate(waiting):
+        after = batch.with_added(candidate.tokens)
+        is_full = after.jobs > batch.max_jobs or after.tokens > candidate.gate.room_tokens * ROOM_SHARE
+        if batch.jobs and is_full:
+            return n
+        batch = after
+    return len(waiting)
+
+
 def overdue(left_s: float | None) -> Refused | None:
-    """The refusal of a prompt that is computed, but whose KV has not come, or found no room, in the time it had."""
-    return contended(TTFT_OBJECTIVE) if _is_due(left_s) else None
+    """The refusal of a prompt that is held, but whose KV has not come, or found no room, in the time it had."""
+    return contended(TTFT_OBJECTIVE) if left_s is not None and left_s <= 0 else None
 
 
 def gate_for(
@@ -122,7 +147,7 @@ def gate_for(
     room_tokens = max(1, instance.blocks_total * block_tokens)
     base_s = cost.decode_step_s(0, 0)
     return DecodeGate(
-        kind=GateKind.HOLD if admission.kind is AdmissionKind.HOLD else GateKind.CHECK,
+        kind=GateKind.HOLD if admission.kind is AdmissionKind.HOLD else _CHECKS[admission.measure],
         tbt_s=objectives.tbt_s,
         step_base_s=instance.factor * base_s,
         step_sequence_s=instance.factor * max(0.0, cost.decode_step_s(1, 0) - base_s),
@@ -146,24 +171,20 @@ def _is_free(instance: InstanceView, prompt_tokens: int, block_tokens: int, cost
 def _checked(batch: Batch, candidate: Candidate, steps: StepCost) -> Verdict | Refused:
     if batch.jobs == 0:
         return Verdict.GRANTED
-    gate, after = candidate.gate, batch.with_added(candidate.tokens)
-    if after.jobs > batch.max_jobs:
-        return contended(DECODE_BATCH_FULL) if _is_due(candidate.left_s) else Verdict.HELD
+    gate = candidate.gate
+    after = batch.with_added(candidate.tokens) if gate.kind is GateKind.CHECK else batch
     load = batch_load(after.jobs, after.tokens, steps, room_tokens=gate.room_tokens, tbt_s=gate.tbt_s)
     if load <= 1.0:
         return Verdict.GRANTED
     return contended(TBT_OBJECTIVE, after_s=freed_after_s(load - 1.0, load, gate.decode_s))
 
 
-def _is_due(left_s: float | None) -> bool:
-    return left_s is not None and left_s <= 0
-
-
 def _held(ahead: Batch, candidate: Candidate, steps: StepCost) -> Verdict | Refused:
     """*ahead* holds those that wait before it as well: they are served first."""
     gate, after = candidate.gate, ahead.with_added(candidate.tokens)
     tbt_s = gate.tbt_s * TBT_SHARE
-    load = batch_load(after.jobs, after.tokens, steps, room_tokens=gate.room_tokens, tbt_s=tbt_s)
+    room_tokens = int(gate.room_tokens * ROOM_SHARE)
+    load = batch_load(after.jobs, after.tokens, steps, room_tokens=room_tokens, tbt_s=tbt_s)
     load = max(load, after.jobs / ahead.max_jobs)
     if load <= 1.0 or ahead.jobs == 0:
         return Verdict.GRANTED
@@ -175,4 +196,3 @@ def _held(ahead: Batch, candidate: Candidate, steps: StepCost) -> Verdict | Refu
 
 TBT_OBJECTIVE: Final = "tbt_objective_at_decode"
 TTFT_OBJECTIVE: Final = "ttft_objective_at_decode"
-DECODE_BATCH_FULL: Final = "decode_batch_full_at_decode"

@@ -61,7 +61,7 @@ def inline_choice(
     frontier = [source for source in sources(cluster, estimates) if not source.read_blocks]
     found: list[InlineChoice] = []
     for instance in able:
-        if estimates.queue_s(instance) >= sooner_than_s or not _has_room(request, instance):
+        if estimates.queue_s(instance, 0) >= sooner_than_s or not _has_room(request, instance):
             continue
         local = estimates.arena.get(instance.node_id, 0)
         better = [s for s in frontier if s.blocks > local and s.node != instance.node_id]
@@ -89,7 +89,7 @@ def _inline(
     if own_s is None:
         return None
     alone_s = instance.factor * estimates.prefill_s(used)
-    ahead_s = estimates.queue_s(instance) * max(1.0, own_s / alone_s if alone_s else 1.0)
+    ahead_s = estimates.queue_s(instance, used) * max(1.0, own_s / alone_s if alone_s else 1.0)
     copy_s = 0.0 if source is None else source.wait_s + estimates.copy_s(used - local)
     return InlineChoice(
         prompt=PrefillChoice(

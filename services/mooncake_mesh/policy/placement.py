@@ -5,7 +5,7 @@ the instance with the shortest expected step, or both to one decode instance whe
 :mod:`~mooncake_mesh.policy.hybrid` says so; :mod:`~mooncake_mesh.policy.admission` has the last word.
 
 Pure functions of snapshots: no clock, no randomness, and nothing depends on the order of a view. Where instances are as
-good as each other, the one that was given nothing for longest is taken, or the first by id.
+good as each other, one is taken by the request's draw.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ from mooncake_mesh.policy.admission import Admission, admission_refusal
 from mooncake_mesh.policy.cost_model import CostModel, instance_step_s
 from mooncake_mesh.policy.decisions import Placed, Refused, contended, unavailable
 from mooncake_mesh.policy.hybrid import inline_choice, longest_step_s
-from mooncake_mesh.policy.prefill_choice import PREFILL_POLICIES, Estimates
+from mooncake_mesh.policy.prefill_choice import PREFILL_POLICIES, Estimates, drawn
+from mooncake_mesh.policy.roles import RoleRules
 from mooncake_mesh.policy.views import ClusterView, InstanceView, Objectives, RequestShape
 from mooncake_proto.ids import InstanceId
 
@@ -35,7 +36,7 @@ class Scheduling:
 
     ``replication_share`` is how much of the time of a node's link copies of hot prefixes may take that no request
     waits for; with 0 there are none. ``hybrid_step_s`` is how long a decode instance's step may take while it computes
-    a prompt, None: a share of the TBT objective.
+    a prompt, None: a share of the TBT objective. ``roles`` lets instances that can switch their role do so.
     """
 
     placement: PlacementKind = PlacementKind.ADAPTIVE
@@ -43,6 +44,7 @@ class Scheduling:
     replication_share: float = 0.0
     admission: Admission = field(default_factory=Admission)
     hybrid_decode: HybridDecodeKind = HybridDecodeKind.OFF
+    roles: RoleRules | None = None
     hybrid_step_s: float | None = None
 
 
@@ -93,7 +95,7 @@ def place(
 
 
 def _quickest(request: RequestShape, decode: Sequence[InstanceView], cost: CostModel) -> tuple[float, InstanceId]:
-    """A step that is as good as the shortest, and whose it is: who has been given nothing for longest."""
+    """A step that is as good as the shortest, and whose it is: by the request's draw."""
     step_s, added = cost.decode_step_s, request.prompt_tokens
     steps_s = [
         d.pace * step_s(d.running_jobs + d.waiting_jobs + 1, d.running_tokens + d.waiting_tokens + added)
@@ -101,7 +103,7 @@ def _quickest(request: RequestShape, decode: Sequence[InstanceView], cost: CostM
     ]
     limit_s = _AS_GOOD * min(steps_s)
     as_good = [instance for one_s, instance in zip(steps_s, decode, strict=True) if one_s <= limit_s]
-    chosen = min(as_good, key=lambda instance: (instance.last_placed, instance.instance_id))
+    chosen = drawn(request, as_good)
     return instance_step_s(chosen, cost, added), chosen.instance_id
 
 

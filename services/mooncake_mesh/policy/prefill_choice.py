@@ -14,8 +14,8 @@ once that is read, whichever is sooner. Reading begins when the request is place
 than the queue.
 
 All take the same arguments and look at nothing else. Instances whose times are within AS_GOOD of the best are as good
-as each other: one that need not copy is taken, then the one that was given nothing for longest, and of those that never
-were, the first by id. Nothing depends on the order of a view.
+as each other: one that need not copy is taken, and of those one by the request's draw, so that work and cached prefixes
+spread. Nothing depends on the order of a view.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ from typing import Final
 
 from mooncake_mesh.config_scheduling import PlacementKind
 from mooncake_mesh.policy.cost_model import CostModel
+from mooncake_mesh.policy.queue_order import begin_s
 from mooncake_mesh.policy.views import ClusterView, InstanceView, RequestShape
 from mooncake_proto.ids import NodeId
 
@@ -34,11 +35,13 @@ AS_GOOD: Final = 1.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChoice:
-    """As in :class:`~mooncake_mesh.policy.decisions.Placed`."""
+    """As in :class:`~mooncake_mesh.policy.decisions.Placed`. ``delay_s``: by how much others, whom it overtakes, get
+    their first tokens later, all together."""
 
     instance: InstanceView
     ttft_s: float
     local_blocks: int
+    delay_s: float = 0.0
     fetch_node: NodeId | None = None
     fetch_blocks: int = 0
     read_node: NodeId | None = None
@@ -80,10 +83,26 @@ class Estimates:
         self._prefill: dict[int, float] = {}
         self._copy: dict[int, float] = {}
 
-    def queue_s(self, instance: InstanceView) -> float:
-        """Until *instance* has computed what it has accepted."""
+    def queue_s(self, instance: InstanceView, cached_blocks: int) -> float:
+        """Until *instance* has computed what comes before a prompt of which *cached_blocks* are there.
+
+        And what all that it overtakes lose by that together, so that nobody wins less than others lose.
+        """
         left_s = instance.busy_until_s - self.now_s
-        return left_s if left_s > 0.0 else 0.0
+        if left_s <= 0.0:
+            return 0.0
+        if not instance.is_ordered:
+            return left_s
+        service_s = instance.factor * self.prefill_s(cached_blocks)
+        begins_s, overtaken = begin_s(instance, service_s, now_s=self.now_s, priority=self._request.priority)
+        return begins_s - self.now_s + overtaken * service_s
+
+    def delay_s(self, instance: InstanceView, cached_blocks: int) -> float:
+        """The part of :meth:`queue_s` that others bear."""
+        if not instance.is_ordered:
+            return 0.0
+        service_s = instance.factor * self.prefill_s(cached_blocks)
+        return begin_s(instance, service_s, now_s=self.now_s, priority=self._request.priority)[1] * service_s
 
     def prefill_s(self, cached_blocks: int) -> float:
         """To compute what *cached_blocks* leave, before an instance's own factor."""
@@ -108,8 +127,9 @@ class Estimates:
 
     def local_way(self, instance: InstanceView) -> tuple[float, int]:
         """Time to first token with what the instance's own node holds, and how many blocks of that it takes."""
-        node, queue_s = instance.node_id, self.queue_s(instance)
+        node = instance.node_id
         used = self.arena.get(node, 0)
+        queue_s = self.queue_s(instance, used)
         ttft_s = queue_s + instance.factor * self.prefill_s(used)
         if self.arena is not self.local and (blocks := self.local.get(node, 0)) > used:
             ready_s = max(queue_s, self.read_s(node, blocks - used))
@@ -121,15 +141,21 @@ class Estimates:
     def fetched_s(self, instance: InstanceView, source: Source) -> float:
         """Time to first token once *instance* has copied what its memory lacks of *source*'s prefix."""
         copy_s = source.wait_s + self.copy_s(source.blocks - self.arena.get(instance.node_id, 0))
-        return max(self.queue_s(instance), source.read_s) + copy_s + instance.factor * self.prefill_s(source.blocks)
+        return (
+            max(self.queue_s(instance, source.blocks), source.read_s)
+            + copy_s
+            + instance.factor * self.prefill_s(source.blocks)
+        )
 
     def locally(self, instance: InstanceView) -> PrefillChoice:
         """*instance* with what its own node holds."""
-        ttft_s, used = self.local_way(instance)
+        price_s, used = self.local_way(instance)
         arena = self.arena.get(instance.node_id, 0)
+        delay_s = self.delay_s(instance, used)
         return PrefillChoice(
             instance=instance,
-            ttft_s=ttft_s,
+            ttft_s=price_s - delay_s,
+            delay_s=delay_s,
             local_blocks=used,
             read_node=instance.node_id if used > arena else None,
             read_blocks=used - arena,
@@ -138,10 +164,11 @@ class Estimates:
 
     def fetching(self, instance: InstanceView, source: Source) -> PrefillChoice:
         """*instance* once it has copied what it lacks of *source*'s prefix."""
-        arena = self.arena.get(instance.node_id, 0)
+        arena, delay_s = self.arena.get(instance.node_id, 0), self.delay_s(instance, source.blocks)
         return PrefillChoice(
             instance=instance,
-            ttft_s=self.fetched_s(instance, source),
+            ttft_s=self.fetched_s(instance, source) - delay_s,
+            delay_s=delay_s,
             local_blocks=arena,
             fetch_node=source.node,
             fetch_blocks=source.blocks,
@@ -163,29 +190,29 @@ the float is ``kvcache_balancing_threshold``."""
 def choose_random(
     request: RequestShape, able: Sequence[InstanceView], _: ClusterView, estimates: Estimates, __: float
 ) -> PrefillChoice:
-    ordered = sorted(able, key=_id)
-    return estimates.locally(ordered[request.draw % len(ordered)])
+    return estimates.locally(drawn(request, able))
 
 
 def choose_least_loaded(
-    _: RequestShape, able: Sequence[InstanceView], __: ClusterView, estimates: Estimates, ___: float
+    request: RequestShape, able: Sequence[InstanceView], _: ClusterView, estimates: Estimates, __: float
 ) -> PrefillChoice:
-    return estimates.locally(min(able, key=lambda instance: (len(instance.queue), *_turn(instance))))
+    fewest = min(len(instance.queue) for instance in able)
+    return estimates.locally(drawn(request, [instance for instance in able if len(instance.queue) == fewest]))
 
 
 def choose_local(
-    _: RequestShape, able: Sequence[InstanceView], __: ClusterView, estimates: Estimates, ___: float
+    request: RequestShape, able: Sequence[InstanceView], _: ClusterView, estimates: Estimates, __: float
 ) -> PrefillChoice:
-    return _soonest(able, estimates, ())
+    return _soonest(request, able, estimates, ())
 
 
 def choose_kvcache_centric(
-    _: RequestShape, able: Sequence[InstanceView], cluster: ClusterView, estimates: Estimates, threshold: float
+    request: RequestShape, able: Sequence[InstanceView], cluster: ClusterView, estimates: Estimates, threshold: float
 ) -> PrefillChoice:
     """The test is the strict one of the FAST'25 paper; an instance that holds nothing is beyond any threshold."""
     frontier = sources(cluster, estimates)
     if not frontier:
-        return _soonest(able, estimates, ())
+        return _soonest(request, able, estimates, ())
     best = frontier[0]
 
     def way(instance: InstanceView) -> tuple[float, bool, InstanceView]:
@@ -196,15 +223,17 @@ def choose_kvcache_centric(
 
     ways = [way(instance) for instance in able]
     limit_s = AS_GOOD * min([ttft_s for ttft_s, _, _ in ways])
-    as_good = ((is_fetching, instance) for ttft_s, is_fetching, instance in ways if ttft_s <= limit_s)
-    is_fetching, chosen = min(as_good, key=lambda way: (way[0], *_turn(way[1])))
-    return estimates.fetching(chosen, best) if is_fetching else estimates.locally(chosen)
+    as_good = [(is_fetching, instance) for ttft_s, is_fetching, instance in ways if ttft_s <= limit_s]
+    local = [instance for is_fetching, instance in as_good if not is_fetching]
+    if local:
+        return estimates.locally(drawn(request, local))
+    return estimates.fetching(drawn(request, [instance for _, instance in as_good]), best)
 
 
 def choose_adaptive(
-    _: RequestShape, able: Sequence[InstanceView], cluster: ClusterView, estimates: Estimates, __: float
+    request: RequestShape, able: Sequence[InstanceView], cluster: ClusterView, estimates: Estimates, _: float
 ) -> PrefillChoice:
-    return _soonest(able, estimates, sources(cluster, estimates))
+    return _soonest(request, able, estimates, sources(cluster, estimates))
 
 
 PREFILL_POLICIES: Final[dict[PlacementKind, PrefillPolicy]] = {
@@ -254,16 +283,19 @@ def sources(cluster: ClusterView, estimates: Estimates) -> tuple[Source, ...]:
     return tuple(found)
 
 
-def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Sequence[Source]) -> PrefillChoice:
+def _soonest(
+    request: RequestShape, able: Sequence[InstanceView], estimates: Estimates, frontier: Sequence[Source]
+) -> PrefillChoice:
     """The quickest way over all instances and sources. Of equal ways the local one."""
     limit_s = latest_s = inf
     found: list[tuple[float, InstanceView, Source | None]] = []
     arena_blocks, now_s = estimates.arena, estimates.now_s
     is_tiered = arena_blocks is not estimates.local
     for instance in able:
-        if instance.busy_until_s > latest_s:
+        if instance.busy_until_s > latest_s and not instance.is_ordered:
             continue  # its queue alone takes longer than the best way
-        arena, queue_s = arena_blocks.get(instance.node_id, 0), max(0.0, instance.busy_until_s - now_s)
+        arena = arena_blocks.get(instance.node_id, 0)
+        queue_s = estimates.queue_s(instance, arena) if instance.is_ordered else max(0.0, instance.busy_until_s - now_s)
         if is_tiered:
             ttft_s, _ = estimates.local_way(instance)
         else:
@@ -274,6 +306,8 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
                 break
             if source.node == instance.node_id:
                 continue  # reading it is a local way
+            if instance.is_ordered:
+                queue_s = estimates.queue_s(instance, source.blocks)
             fetched_s = max(queue_s, source.read_s) + source.wait_s + estimates.copy_s(source.blocks - arena)
             fetched_s += instance.factor * estimates.prefill_s(source.blocks)
             if fetched_s < ttft_s:
@@ -283,15 +317,16 @@ def _soonest(able: Sequence[InstanceView], estimates: Estimates, frontier: Seque
             limit_s = min(limit_s, AS_GOOD * ttft_s)
             latest_s = now_s + limit_s
     assert found, "at least one instance can take the prompt"
-    as_good = [way for way in found if way[0] <= limit_s]
-    _, instance, chosen = (
-        as_good[0] if len(as_good) == 1 else min(as_good, key=lambda way: (way[2] is not None, *_turn(way[1])))
-    )
+    as_good = {instance.instance_id: (instance, source) for ttft_s, instance, source in found if ttft_s <= limit_s}
+    local = [instance for instance, source in as_good.values() if source is None]
+    instance = drawn(request, local or [instance for instance, _ in as_good.values()])
+    _, chosen = as_good[instance.instance_id]
     return estimates.locally(instance) if chosen is None else estimates.fetching(instance, chosen)
 
 
-def _turn(instance: InstanceView) -> tuple[int, str]:
-    return (instance.last_placed, instance.instance_id)
+def drawn(request: RequestShape, instances: Sequence[InstanceView]) -> InstanceView:
+    """One of *instances*, all as good as each other, by the request's draw."""
+    return instances[0] if len(instances) == 1 else sorted(instances, key=_id)[request.draw % len(instances)]
 
 
 def _id(instance: InstanceView) -> str:

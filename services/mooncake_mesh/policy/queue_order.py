@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
-from mooncake_mesh.policy.views import ClusterView, InstanceView
+from mooncake_mesh.policy.views import ClusterView, InstanceView, QueuedPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,47 @@ def seen_by(priority: int, cluster: ClusterView) -> ClusterView:
     if all(instance.least_urgent <= priority for instance in cluster.prefill):
         return cluster
     return replace(cluster, prefill=[_without_less_urgent(instance, priority) for instance in cluster.prefill])
+
+
+def begin_s(instance: InstanceView, service_s: float, *, now_s: float, priority: int = 0) -> tuple[float, int]:
+    """When *instance* would begin a prompt that comes at *now_s* and takes *service_s*, and how many it would overtake.
+
+    Less urgent prompts must not be in it any more (:func:`seen_by`); tenants are not told apart.
+    """
+    new = QueuedPrompt(
+        tokens=0, prefill_s=service_s, priority=priority, due_s=now_s + DEFAULT_RULES.stretch * service_s
+    )
+    index, free_s = _behind(new, instance.queue, instance.busy_until_s)
+    return max(now_s, free_s), len(instance.queue) - index
+
+
+def queue_up(new: QueuedPrompt, queue: list[QueuedPrompt], busy_until_s: float) -> None:
+    """Put *new* where its instance, which will have computed *queue* by *busy_until_s*, puts it."""
+    queue.insert(_behind(new, queue, busy_until_s)[0], new)
+
+
+def waiting_prompt(prompt: QueuedPrompt, arrival_s: float, ttft_s: float | None) -> QueuedPrompt:
+    """*prompt* as one that others may overtake, by the default rules."""
+    rules = DEFAULT_RULES
+    return replace(
+        prompt,
+        due_s=arrival_s + rules.stretch * prompt.prefill_s,
+        latest_s=inf if ttft_s is None else arrival_s + rules.safety * ttft_s,
+    )
+
+
+def _behind(new: QueuedPrompt, queue: Sequence[QueuedPrompt], busy_until_s: float) -> tuple[int, float]:
+    """The index in *queue* where *new* belongs, and when those before it are computed."""
+    index = len(queue)
+    while index and new.due_s is not None:
+        other = queue[index - 1]
+        if other.due_s is None or other.due_s <= new.due_s or other.priority != new.priority:
+            break
+        if busy_until_s + new.prefill_s > other.latest_s:
+            break
+        busy_until_s -= other.prefill_s
+        index -= 1
+    return index, busy_until_s
 
 
 def _without_less_urgent(instance: InstanceView, priority: int) -> InstanceView:

@@ -6,6 +6,7 @@ since an instance last reported belongs into its view too, or a burst between tw
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from mooncake_proto.ids import InstanceId, NodeId
 
@@ -14,20 +15,23 @@ from mooncake_proto.ids import InstanceId, NodeId
 class QueuedPrompt:
     """A prompt of ``tokens`` that an instance has accepted and will compute in ``prefill_s``.
 
-    Lower ``priority`` is more urgent.
+    Lower ``priority`` is more urgent. A prompt of equal priority that is due before ``due_s`` overtakes it, if it is
+    still computed by ``latest_s`` then; None: nobody does.
     """
 
     tokens: int
     prefill_s: float
     priority: int = 0
+    due_s: float | None = None
+    latest_s: float = inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceView:
     """One instance, prefill or decode; fields that do not apply to its role keep their defaults.
 
-    Prefill: ``queue`` are the accepted prompts that are not computed yet, oldest first; all are by ``busy_until_s``.
-    ``least_urgent`` is the largest priority among them.
+    Prefill: ``queue`` are the accepted prompts that are not computed yet, next one first; all are by ``busy_until_s``.
+    ``least_urgent`` is the largest priority among them; ``is_ordered``: a prompt that comes may overtake some of them.
     Decode: running jobs are in the batch, waiting ones have their KV still to come; ``sequences`` are the (tokens,
     decoded tokens) of the running ones, ``step_s`` is how long a step takes of late, and ``kv_limit_tokens`` how much
     KV it can run within the TBT objective, 0 for no limit but its blocks; ``max_batch`` sequences fit a step, 0 if
@@ -35,8 +39,6 @@ class InstanceView:
     ``blocks_available`` can be had for a new job: free, or cached and unreferenced. ``factor`` is by how much the
     instance is slower than the cost model says, as observed, and ``pace`` the same as far as it is known for sure;
     instances are compared by that, and those of prompts, which nothing else is asked of, have it as their factor.
-    ``last_placed`` is the number of the last placement on it, 0 for none: of instances that are as good as each other,
-    the one that has waited longest is taken.
     """
 
     instance_id: InstanceId
@@ -46,6 +48,7 @@ class InstanceView:
     busy_until_s: float = 0.0
     queue: Sequence[QueuedPrompt] = ()
     least_urgent: int = 0
+    is_ordered: bool = False
     running_jobs: int = 0
     running_tokens: int = 0
     waiting_jobs: int = 0
@@ -56,7 +59,6 @@ class InstanceView:
     max_batch: int = 0
     factor: float = 1.0
     pace: float = 1.0
-    last_placed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ class RequestShape:
 
     ``prefix_blocks`` maps a node to the longest cached prefix it holds; an absent node holds none. Where ``ssd_starts``
     has the node, only so many blocks of it can be used at once, and the others are read from its SSD. ``draw`` is a
-    number from the caller's seeded generator, for policies that leave something to chance.
+    number from the caller's seeded generator, for what is left to chance.
     """
 
     prompt_tokens: int

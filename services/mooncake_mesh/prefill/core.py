@@ -1,6 +1,8 @@
 """What a prefill instance decides, pure: which job is next, how its prompt is cut, what became of it.
 
-The order is that of :mod:`~mooncake_mesh.policy.queue_order`; who has begun to acquire blocks is overtaken no more.
+The order is that of :mod:`~mooncake_mesh.policy.queue_order`. The first few in it acquire their blocks, and fetch their
+prefix, while another one is computed; they keep them when somebody overtakes them. Whose turn it is to be computed is
+the first one that has its blocks by then: from then on nobody overtakes it.
 
 ::
 
@@ -11,6 +13,7 @@ The order is that of :mod:`~mooncake_mesh.policy.queue_order`; who has begun to 
 import enum
 import itertools
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,6 +25,9 @@ from mooncake_mesh.policy.queue_order import QueueRules, WaitingPrompt, insertio
 from mooncake_mesh.policy.request_class import BEGUN
 from mooncake_proto.ids import JobId
 from mooncake_proto.serving import PrefillJob, QueueTurn
+
+AHEAD_JOBS: Final = 2
+"""So many of those that wait acquire their blocks ahead of their turn, the next one first."""
 
 _RECENT_PREFILLS: Final = 8
 _CHUNK_SAMPLES: Final = 128
@@ -102,7 +108,8 @@ class QueuedJob:
     """One job and where it stands.
 
     ``stop`` says why it should end early; the engine thread reads it between layers. ``cached_tokens`` is what the
-    placement expected until the blocks are acquired. ``filter`` rules its token. Times as in :meth:`submit`.
+    placement expected until the blocks are acquired. ``filter`` rules its token. ``has_turn``: it is, or was, its turn
+    to be computed. Times as in :meth:`submit`.
     """
 
     job: PrefillJob
@@ -113,6 +120,7 @@ class QueuedJob:
     blocks: tuple[int, ...] = ()
     cached_tokens: int = 0
     started_s: float = 0.0
+    has_turn: bool = False
     filter: TokenFilter | None = None
     stop: MooncakeError | None = None
     history: list[str] = field(default_factory=list)
@@ -120,6 +128,16 @@ class QueuedJob:
     @property
     def is_over(self) -> bool:
         return self.stage in _ENDS
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it is being computed, or about to be."""
+        return self.has_turn and self.stage in (JobStage.READY, JobStage.COMPUTING)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits with nobody working on it."""
+        return self.stage is JobStage.QUEUED or (self.stage is JobStage.READY and not self.has_turn)
 
 
 class PrefillCore:
@@ -161,20 +179,25 @@ class PrefillCore:
 
     def queued_prompts(self) -> tuple[tuple[int, int], ...]:
         """(uncached, cached) tokens of every job that is not computed yet, in their order, as far as is known."""
-        jobs = [job for job in self._jobs.values() if job.stage in _BEGUN]
-        jobs += [job for job in self._queue if job.stage is JobStage.QUEUED]
+        jobs = [*self._begun(), *self._queue]
         return tuple((job.prompt_tokens - job.cached_tokens, job.cached_tokens) for job in jobs)
 
     def queued_priorities(self) -> tuple[int, ...]:
         """Priorities of the :meth:`queued_prompts`, begun ones being overtaken by nobody; empty where none has one."""
-        queued = [job.waiting.priority for job in self._queue if job.stage is JobStage.QUEUED]
+        queued = [job.waiting.priority for job in self._queue]
         if not any(queued):
             return ()
-        return (*(BEGUN for job in self._jobs.values() if job.stage in _BEGUN), *queued)
+        return (*(BEGUN for _ in self._begun()), *queued)
+
+    def queued_waits_s(self, now_s: float) -> tuple[float, ...] | None:
+        """How long each of the last :meth:`queued_prompts`, which have not begun, has waited; None without rules."""
+        if self._rules is None:
+            return None
+        return tuple(max(0.0, now_s - job.waiting.arrival_s) for job in self._queue)
 
     def elapsed_s(self, now_s: float) -> float:
         """How long the job at the head has been computed; 0 while it is not."""
-        head = next((job for job in self._jobs.values() if job.stage in _BEGUN), None)
+        head = next(self._begun(), None)
         return now_s - head.started_s if head is not None and head.stage is JobStage.COMPUTING else 0.0
 
     def recent_prefills(self) -> tuple[tuple[int, int, float], ...]:
@@ -211,28 +234,39 @@ class PrefillCore:
         self._queue.insert(self._index(entry, now_s), entry)
         return entry
 
-    def next_job(self) -> QueuedJob | None:
-        """Take the next job off the queue: it acquires its blocks now. None when nobody waits."""
-        while self._queue:
-            entry = self._queue.pop(0)
-            if entry.stage is JobStage.QUEUED and entry.stop is None:
+    def next_to_acquire(self) -> QueuedJob | None:
+        """The next job that acquires its blocks now; None when as many as may have theirs, or nobody waits."""
+        waiting = (entry for entry in self._queue if entry.stop is None)
+        for entry in itertools.islice(waiting, AHEAD_JOBS):
+            if entry.stage is JobStage.QUEUED:
+                self.move(entry, JobStage.ACQUIRING)
+                return entry
+        return None
+
+    def next_to_compute(self) -> QueuedJob | None:
+        """Take the first job off the queue that has its blocks: it is its turn. None when nobody has."""
+        for i, entry in enumerate(self._queue):
+            if entry.stage is JobStage.READY and entry.stop is None:
+                del self._queue[i]
+                entry.has_turn = True
                 self._shares.served(entry.waiting.share_start)
                 del self._jobs[entry.job.job_id]
                 self._jobs[entry.job.job_id] = entry  # the order of what has begun is that of its beginning
-                self.move(entry, JobStage.ACQUIRING)
                 return entry
-        self._shares.idle()
+        if not self._queue:
+            self._shares.idle()
         return None
 
     def late_jobs(self, now_s: float) -> list[QueuedJob]:
-        """Queued jobs that would miss the objective for their first token even if it were their turn now."""
+        """Waiting jobs that would miss the objective for their first token even if it were their turn now."""
         if self._rules is None:
             return []
         return [
-            entry
-            for entry in self._queue
-            if entry.stage is JobStage.QUEUED and entry.stop is None and is_late(entry.waiting, now_s)
+            entry for entry in self._queue if entry.is_idle and entry.stop is None and is_late(entry.waiting, now_s)
         ]
+
+    def _begun(self) -> Iterator[QueuedJob]:
+        return (job for job in self._jobs.values() if job.is_begun)
 
     def _waiting(self, turn: QueueTurn, now_s: float) -> WaitingPrompt:
         within_s, tenant = turn.first_token_within_s, turn.fairness_id
@@ -248,7 +282,7 @@ class PrefillCore:
     def _index(self, entry: QueuedJob, now_s: float) -> int:
         if self._rules is None:
             return len(self._queue)
-        begun_s = sum(job.waiting.service_s for job in self._jobs.values() if job.stage in _BEGUN)
+        begun_s = sum(job.waiting.service_s for job in self._begun())
         free_s = now_s + max(0.0, begun_s - self.elapsed_s(now_s))
         queue = [other.waiting for other in self._queue]
         return insertion_index(entry.waiting, queue, free_s=free_s, rules=self._rules)
@@ -294,8 +328,9 @@ class PrefillCore:
         entry.stage = stage
         if entry.is_over:
             del self._jobs[entry.job.job_id]
+            if not entry.has_turn:
+                self._queue.remove(entry)
 
 
-_BEGUN: Final = (JobStage.ACQUIRING, JobStage.READY, JobStage.COMPUTING)
-_WAITING: Final = (JobStage.QUEUED, *_BEGUN)
+_WAITING: Final = (JobStage.QUEUED, JobStage.ACQUIRING, JobStage.READY, JobStage.COMPUTING)
 _ANY_TURN: Final = QueueTurn(service_s=0.0)

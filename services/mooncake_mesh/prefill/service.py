@@ -36,6 +36,7 @@ from mooncake_mesh.prefill.computing import PromptComputer
 from mooncake_mesh.prefill.core import JobStage, PrefillCore, QueuedJob, QueueFull
 from mooncake_mesh.prefill.pipeline import Pipeline
 from mooncake_mesh.prefill.stage import StageService
+from mooncake_mesh.worker.home import WorkerHome
 from mooncake_mesh.worker.station import Station
 from mooncake_proto.control import Load, Ok, Ping, Pong, Role
 from mooncake_proto.serving import CancelJob, FirstToken, PrefillDone, PrefillJob, WorkerRef
@@ -43,16 +44,15 @@ from mooncake_proto.transfer import Acquire, Acquired, FinishSend, SendReport, S
 
 log = structlog.get_logger(__name__)
 
-_READY_JOBS: Final = 1
 _RULES: Final = {QueueOrderKind.FCFS: None, QueueOrderKind.SLACK: QueueRules()}
 _RATE_MEMORY: Final = 0.8
 _MIN_TIMEOUT_S: Final = 0.01
 
 
 class PrefillService:
-    """One prefill instance, or the head of one that has several stages."""
+    """One prefill instance, or the head of one that has several stages. With a *home*, for one turn."""
 
-    def __init__(self, config: PrefillConfig, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, config: PrefillConfig, tasks: asyncio.TaskGroup, home: WorkerHome | None = None) -> None:
         self._tasks = tasks
         self._core = PrefillCore(
             chunk_tokens=config.chunk_tokens,
@@ -69,10 +69,11 @@ class PrefillService:
             on_stop=self._stop_all,
             on_gateway_lost=self._gateway_lost,
             has_job=lambda job_id: self._core.get(job_id) is not None,
+            home=home,
         )
         self._submitted = Bell()
         self._over = Bell()
-        self._ready: asyncio.Queue[QueuedJob] = asyncio.Queue(_READY_JOBS)
+        self._acquired = Bell()
         self._tokens_per_s = 0.0
         self._part = config.pipeline.part
         self._pipeline: Pipeline | None = None
@@ -106,6 +107,7 @@ class PrefillService:
             draining=self._station.is_draining or not self._is_whole,
             queued_prompts=self._core.queued_prompts(),
             queued_priorities=self._core.queued_priorities(),
+            queued_waits_s=self._core.queued_waits_s(monotonic()),
             prefill_elapsed_s=self._core.elapsed_s(monotonic()),
             prefills=self._core.prefills,
             recent_prefills=self._core.recent_prefills(),
@@ -157,8 +159,9 @@ class PrefillService:
         if entry.stop is not None:
             return
         entry.stop = why
-        if entry.stage is JobStage.QUEUED:
+        if entry.is_idle:
             self._tasks.create_task(self._give_up(entry, why))
+            self._submitted.ring()  # another one may acquire its blocks
         else:
             self._station.waits.interrupt(entry.job.job_id)
 
@@ -187,14 +190,16 @@ class PrefillService:
     async def _acquire_jobs(self) -> None:
         while True:
             self._refuse_late()
-            entry = await self._submitted.until(self._core.next_job)
+            entry = await self._submitted.until(self._core.next_to_acquire)
             try:
                 async with self._station.waits.interruptible(entry.job.job_id):
                     await self._acquire(entry)
             except MooncakeError as error:
                 await self._give_up(entry, entry.stop or error)
             else:
-                await self._ready.put(entry)
+                if entry.stop is not None:  # its prefix could not be announced
+                    await self._give_up(entry, entry.stop)
+                self._acquired.ring()
 
     async def _acquire(self, entry: QueuedJob) -> None:
         job = entry.job
@@ -233,7 +238,9 @@ class PrefillService:
     async def _compute_jobs(self) -> None:
         while True:
             await self._computer.turn.acquire()
-            self._tasks.create_task(self._serve(await self._ready.get()))
+            entry = await self._acquired.until(self._core.next_to_compute)
+            self._submitted.ring()  # the next ones may acquire their blocks
+            self._tasks.create_task(self._serve(entry))
 
     async def _serve(self, entry: QueuedJob) -> None:
         failure = await self._attempt(entry)

@@ -7,6 +7,7 @@ from typing import Final
 
 from mooncake_mesh.engine.api import TokenFilter, Vocabulary
 from mooncake_mesh.engine.grammar import CompiledGrammar, GrammarCompiler
+from mooncake_mesh.errors import InternalError, MooncakeError
 from mooncake_proto.grammar import Grammar
 
 _MAX_KEPT: Final = 64
@@ -36,13 +37,22 @@ class Grammars:
         known = self._compiled.get(grammar)
         if known is None:
             loop = asyncio.get_running_loop()
-            known = loop.run_in_executor(self._thread, self._compiler.compile, grammar)
+            known = loop.run_in_executor(self._thread, _compile, self._compiler, grammar)
             known.add_done_callback(_heard)
             self._compiled[grammar] = known
             if len(self._compiled) > _MAX_KEPT:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         return known
+
+
+def _compile(compiler: GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
+    try:
+        return compiler.compile(grammar)
+    except MooncakeError:
+        raise
+    except BaseException as error:  # one job's grammar: a panic of the library is no Exception, and ends only this job
+        raise InternalError(f"the grammar could not be compiled: {type(error).__name__}") from error
 
 
 def _heard(future: "asyncio.Future[CompiledGrammar]") -> None:

@@ -22,8 +22,9 @@ from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.worker.grammars import Grammars
+from mooncake_mesh.worker.home import WorkerHome
 from mooncake_mesh.worker.job_waits import EarlyCancels, JobWaits
-from mooncake_proto.control import Drain, Load, Member, ModelCard, Ok, Ping, Pong, Role, Stop
+from mooncake_proto.control import Drain, Load, Member, ModelCard, Ok, Ping, Pong, Role, Stop, SwitchRole
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, new_incarnation
 from mooncake_proto.job_query import JobQuery, JobStanding
 from mooncake_proto.serving import JobFailed
@@ -48,6 +49,8 @@ class Station:
 
     *on_stop(error)* must end every job of the service with that error: the arena is gone, or draining took too long.
     *on_gateway_lost(endpoint)* must stop the jobs whose tokens go there. *has_job* says whether a job is here.
+    *on_gateway_lost(endpoint)* must stop the jobs whose tokens go there. *is_idle* says that no job is left. With a
+    *home* this is one turn of a worker that can switch.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Station:
         on_stop: Callable[[MooncakeError], None],
         on_gateway_lost: Callable[[str], None],
         has_job: Callable[[JobId], bool] = lambda _: False,
+        home: WorkerHome | None = None,
     ) -> None:
         sys.setswitchinterval(_SWITCH_S)
         self.me = Holder(instance_id=InstanceId(config.instance_id), incarnation=new_incarnation())
@@ -76,14 +80,20 @@ class Station:
         self._load = load
         self._on_stop = on_stop
         self._has_job = has_job
-        self._engine_thread = Crew(1, name="engine")
+        self._home = home
+        self._engine_thread = Crew(1, name="engine") if home is None else home.thread
         self._conductor = RpcClient(config.conductor)
         self._arena: NodeArena | None = None
         self._membership: Membership | None = None
 
     async def load_engine(self, part: StagePart | None = None) -> Engine:
-        """Make the engine, or its *part* for a stage, on its own thread, where it will live. Raises ModelError."""
-        engine = await self.on_engine_thread(make_engine, self._config, part)
+        """Make the engine, or its *part* for a stage, on its own thread, where it will live; or the one that is there.
+        Raises ModelError."""
+        engine = None if self._home is None else self._home.engine
+        if engine is None:
+            engine = await self.on_engine_thread(make_engine, self._config, part)
+        if self._home is not None:
+            self._home.engine = engine
         self.grammars = Grammars(engine.vocabulary)
         return engine
 
@@ -110,26 +120,28 @@ class Station:
         idle: Callable[[], Awaitable[object]],
     ) -> None:
         """Serve until *lifecycle* says stop, then let the accepted jobs finish (*idle* returns when they have)."""
+        process = lifecycle if self._home is None else self._home.process
         orders: dict[type, Handler] = {
             Ping: self._ping,
             JobQuery: self._job_queried,
             Drain: self._drain_ordered,
-            Stop: lambda order, _: stop_ordered(order, self.me.incarnation, lifecycle),
+            Stop: lambda order, _: stop_ordered(order, self.me.incarnation, process),
         }
-        server = RpcServer(self._config.bind, orders | handlers, self._tasks)
+        server = self._server(orders | handlers)
         self._arena = self._node_arena(engine)
         running = [self._tasks.create_task(work) for work in (self._arena.run(), *background)]
         if await self._first_attached(self._arena, lifecycle):
             membership = Membership(self._conductor, self._member(engine, server.endpoint), self._load)
             self._membership = membership
             running.append(self._tasks.create_task(membership.run()))
-            lifecycle.ready(endpoint=server.endpoint, model=engine.spec.name)
+            lifecycle.ready(self._engine_thread.progress, endpoint=server.endpoint, model=engine.spec.name)
             await lifecycle.stopping.wait()
             await self._drain(membership, idle)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await server.close()
+        if self._home is None:
+            await server.close()
         self._close()
 
     def check_placement(self, incarnation: Incarnation) -> None:
@@ -194,9 +206,27 @@ class Station:
             wait.cancel()
         return arena.attached.is_set()
 
+    def _server(self, handlers: dict[type, Handler]) -> RpcServer:
+        if self._home is None:
+            return RpcServer(self._config.bind, handlers, self._tasks)
+        return self._home.serve(self._config.bind, {SwitchRole: self._switch, **handlers})
+
+    def _switch(self, order: SwitchRole, _: Caller) -> None:
+        if self._home is not None and order.incarnation == self.me.incarnation:
+            self._home.switch(order)
+
     async def _drain(self, membership: Membership, idle: Callable[[], Awaitable[object]]) -> None:
+        """Finish what was accepted. Who stops has left by then; who only switches goes on telling how far it is."""
         self.is_draining = True
-        await membership.leave()
+        if self._home is not None and self._home.role is not self._role:
+            membership.news()
+            await self._finish(idle)
+            await membership.leave()
+        else:
+            await membership.leave()
+            await self._finish(idle)
+
+    async def _finish(self, idle: Callable[[], Awaitable[object]]) -> None:
         try:
             async with asyncio.timeout(self._config.drain_s):
                 await idle()
@@ -221,6 +251,7 @@ class Station:
             incarnation=self.me.incarnation,
             endpoint=endpoint,
             kind=self._config.kind,
+            can_switch=self._home is not None,
             model=ModelCard(
                 name=spec.name,
                 fingerprint=spec.fingerprint,
@@ -252,4 +283,5 @@ class Station:
         self.messenger.close()
         self._conductor.close()
         self.grammars.close()
-        self._engine_thread.close()
+        if self._home is None:
+            self._engine_thread.close()
