@@ -30,7 +30,7 @@ _BATCH_BYTES: Final = 8 << 20
 _BATCHES_UNDER_WAY: Final = 3
 _INLINE_BYTES: Final = 64 << 10
 _ACK_TIMEOUT_S: Final = 30.0
-_CONNECT_TIMEOUT_S: Final = 1.5
+_CONNECT_TIMEOUT_S: Final = 1.0
 """Blocks are not held for a receiver that is gone."""
 
 _MOST_RECEIVERS: Final = 1024
