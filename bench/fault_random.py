@@ -28,7 +28,7 @@ _FLAGS: Final = {
     "gateway": [f"--request-deadline-s={DEADLINE_S:g}"],
     "conductor": ["--ttft-slo-s=600", "--tbt-slo-s=60"],
     "prefill": ["--fake-prefill-s-per-token=0.0005", "--chunk-tokens=64"],
-    "decode": ["--fake-decode-s-base=0.01"],
+    "decode": ["--fake-decode-s-base=0.03", "--max-batch=8"],
 }
 
 

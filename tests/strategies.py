@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mooncake_proto import client, control, kvcache, serving, transfer  # noqa: F401  registers every kind
 from mooncake_proto.codec import kinds
 from mooncake_proto.envelope import Envelope
+from mooncake_proto.grammar import Grammar
 from mooncake_proto.shapes import HexKey, HexSecret, Natural, PackedKey, PackedKeys, PackedTokens, Positive
 
 WIRE_INTS = st.integers(-(2**63), 2**64 - 1)
@@ -62,10 +63,16 @@ def instances_of(cls: type) -> st.SearchStrategy[Any]:
     fields = {name: values_of(hint) for name, hint in hints.items()}
     if cls is serving.Stopping:
         fields["max_new_tokens"] = st.integers(1, 2**63 - 1)
+    if cls is Grammar:
+        fields["text"] = TEXT.filter(bool)
+        fields["end_tokens"] = st.lists(NATURALS, min_size=1, max_size=4).map(tuple)
     if cls is serving.DecodeGate:
         times = st.floats(0.0, 1e9)
         fields |= dict.fromkeys(("step_base_s", "step_sequence_s", "step_token_s", "decode_s"), times)
         fields["tbt_s"] = st.floats(1e-9, 1e9)
+    if cls is serving.MixedStep:
+        fields |= {name: st.floats(0.0, 1e9) for name, hint in hints.items() if hint is float}
+        fields["limit_s"] = st.floats(1e-9, 1e9)
     return st.builds(cls, **fields)
 
 

@@ -3,13 +3,15 @@
 The whole matrix, with SIGSTOP for ten seconds, is run on demand (docs/faults.md).
 """
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from bench.fault_matrix import Cell, Fault, Target, run_cell
 from bench.fault_mesh import Books, fault_mesh
-from bench.fault_stages import Stage
+from bench.fault_stages import Scene, Stage
+from tests.mesh import clients
 from tests.mesh.harness import Mesh
 
 pytestmark = pytest.mark.mesh
@@ -46,3 +48,24 @@ def test_nothing_is_lost_and_nothing_is_left(mesh: Mesh, books: Books, number: i
     outcome = run_cell(mesh, books, CELLS[number], "#" * number)
     assert outcome.violations == []
     assert outcome.ends.total() >= 2
+
+
+def test_a_client_that_leaves_stops_a_long_prefill_at_the_next_chunk(mesh: Mesh, books: Books) -> None:
+    """Field report P4: nobody grinds through the chunks of a prompt that no one waits for (ai-dynamo/dynamo#13691)."""
+    began_s = time.monotonic()
+    scene = Scene(mesh)
+    scene.place("nobody will read the answer to this " * 40, 1)
+    mesh.wait_log(scene.prefill, "chunk_computed", job_id=scene.job_id)
+    scene.asks[0].opened.disconnect()
+    assert books.differences(began_s + 5.0) == []
+    chunks = [event for event in mesh.logs(scene.prefill) if event["event"] == "chunk_computed"]
+    assert 1 <= sum(event["job_id"] == scene.job_id for event in chunks) <= 4, "of 23"
+
+
+def test_of_a_prompt_that_is_cached_as_a_whole_the_last_block_is_computed(mesh: Mesh) -> None:
+    """Field report P16: its last token's logits are needed (LMCache/LMCache#3322, vllm-project/vllm#17999)."""
+    prompt = "with the token that begins every prompt, this is exactly 64 of them"[:63]
+    answers = [clients.post(mesh.http, "/v1/completions", clients.completion_fields(prompt, 20)).json() for _ in "12"]
+    assert [answer["choices"][0]["text"] for answer in answers] == [clients.expected_text(prompt, 20)] * 2
+    usage = answers[1]["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (64, 48)

@@ -160,6 +160,15 @@ def test_prefill_estimates_are_corrected_by_what_an_instance_measured() -> None:
     assert quality.error == pytest.approx(0.5 * (1 - 1 / 3)), "the second one was predicted right"
 
 
+def test_an_instance_that_looked_slow_and_has_had_nothing_to_do_is_tried_again() -> None:
+    core = mesh("p0", "p1", "d0")
+    slow = Load(prefills=1, recent_prefills=((100, 0, 3.0),))
+    beat(core, "p0", slow, 1.0)
+    assert {placed(core, 1.0 + n).prefill.instance_id for n in range(8)} == {"p1"}
+    beat(core, "p0", slow, 12.0)
+    assert {placed(core, 12.0 + n).prefill.instance_id for n in range(8)} == {"p0", "p1"}
+
+
 def test_a_sample_that_is_reported_again_is_not_learnt_again() -> None:
     core = mesh("p0", "d0")
     for now_s in (1.0, 2.0, 3.0):

@@ -327,4 +327,5 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenised(monkeypatch: 
 
 def test_unknown_fields_are_ignored_and_their_names_logged(logs: list[EventDict]) -> None:
     assert ask(Gateway(says("ok")), CHAT, {**HELLO, "no_such_field": {"a": 1}}).status == 200
-    assert logs == [{"event": "unknown_fields_ignored", "names": ["no_such_field"], "log_level": "debug"}]
+    [line] = [line for line in logs if line["event"] == "unknown_fields_ignored"]
+    assert line == {"event": "unknown_fields_ignored", "names": ["no_such_field"], "log_level": "debug"}

@@ -151,6 +151,26 @@ def test_the_pace_of_a_machine_that_is_far_off_is_known_at_once_and_that_of_one_
     assert Correction(factor=2.0, guess=2.0).observed(1.0, 2.3).pace == 2.0
 
 
+def test_a_hiccup_does_not_change_the_pace() -> None:
+    known = Correction()
+    for _ in range(30):
+        known = known.observed(1.0, 1.02)
+    for _ in range(3):
+        known = known.observed(1.0, 5.0)
+    for _ in range(60):
+        known = known.observed(1.0, 1.02)
+        assert known.pace == 1.0
+
+
+def test_who_was_not_seen_for_a_while_gets_another_chance() -> None:
+    known = Correction().observed(1.0, 3.0)
+    again = known.unseen()
+    assert (again.pace, again.factor) == (1.0, known.factor)
+    for _ in range(2):
+        again = again.observed(1.0, 3.0)
+    assert again.pace == pytest.approx(3.0, rel=0.05), "and does not get it for long"
+
+
 @pytest.mark.parametrize(("modelled_s", "observed_s"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0)])
 def test_times_that_say_nothing_change_nothing(modelled_s: float, observed_s: float) -> None:
     assert Correction().observed(modelled_s, observed_s) == Correction()

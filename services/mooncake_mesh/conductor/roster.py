@@ -33,6 +33,9 @@ from mooncake_proto.ids import InstanceId, NodeId
 BEAT_LAG_S: Final = 0.1
 """Work placed this shortly before a beat arrives may not be in its load yet."""
 
+_UNSEEN_S: Final = 10.0
+"""How long an instance must have had nothing to do for its pace to be open again."""
+
 _TTFT_WEIGHT: Final = 0.05
 
 WORKERS: Final = (Role.PREFILL, Role.DECODE)
@@ -73,6 +76,7 @@ class Roster:
         self._queues: defaultdict[InstanceId, QueueReckoning] = defaultdict(QueueReckoning)
         self._reports: dict[InstanceId, tuple[Lease, float, PromptQueue]] = {}  # as of that lease and pace
         self._corrections: dict[InstanceId, Correction] = {}
+        self._busy_s: dict[InstanceId, float] = {}
         self._seen: dict[InstanceId, int] = {}
         self._links_free_s: dict[NodeId, float] = {}
         self._disks_free_s: dict[NodeId, float] = {}
@@ -112,6 +116,7 @@ class Roster:
         self._queues.pop(instance_id, None)
         self._reports.pop(instance_id, None)
         self._corrections.pop(instance_id, None)
+        self._busy_s.pop(instance_id, None)
         self._seen.pop(instance_id, None)
         self._decode_spans_s.pop(instance_id, None)
         self.membership_changed()
@@ -136,7 +141,7 @@ class Roster:
                 self._disk_rates = {**self._disk_rates, member.node_id: rate}
             self._learn_copies(lease)
         elif member.role in WORKERS:
-            self._learn(lease)
+            self._learn(lease, now_s)
             if member.role is Role.PREFILL:
                 self._reckon(lease, now_s)
             self._stale.add(member.instance_id)
@@ -320,9 +325,14 @@ class Roster:
         for _ in range(self._queues[instance_id].reported(queued_s, load.prefill_elapsed_s, unseen_s, now_s)):
             pending.popleft()
 
-    def _learn(self, lease: Lease) -> None:
+    def _learn(self, lease: Lease, now_s: float) -> None:
         """Compare what a beat reports with what the model says of it."""
         instance_id, load = lease.member.instance_id, lease.load
+        known = self._corrections.get(instance_id)
+        if load.running_jobs or load.queued_jobs or instance_id not in self._busy_s:
+            self._busy_s[instance_id] = now_s
+        elif known is not None and now_s - self._busy_s[instance_id] > _UNSEEN_S:
+            self._corrections[instance_id] = known.unseen()
         if lease.member.role is Role.PREFILL:
             for uncached, cached, elapsed_s in self._fresh(instance_id, load.prefills, load.recent_prefills):
                 self._observed(instance_id, self.cost.prefill_s(uncached, cached), elapsed_s)

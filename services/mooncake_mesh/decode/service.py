@@ -86,8 +86,7 @@ class DecodeService:
             has_job=lambda job_id: self._core.get(job_id) is not None,
             home=home,
         )
-        self._changed = Bell()
-        self._over = Bell()
+        self._changed, self._over = Bell(), Bell()
         self._stepping: frozenset[JobId] = frozenset()
         self._slots = DecodeSlots()
         self._step_s = 0.0

@@ -38,6 +38,7 @@ from mooncake_mesh.gateway.request_events import (
     WorkerLost,
 )
 from mooncake_mesh.gateway.request_story import RequestStory, Stories
+from mooncake_mesh.gateway.worker_calls import WorkerCalls
 from mooncake_mesh.kv.block_hash import key_root
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient
@@ -54,9 +55,7 @@ from mooncake_proto.control import (
 )
 from mooncake_proto.decisions import DecisionsQuery, DecisionsReport
 from mooncake_proto.ids import JobId, RequestId
-from mooncake_proto.job_query import JobQuery, JobStanding
 from mooncake_proto.serving import (
-    CancelJob,
     DecodeGranted,
     FirstToken,
     JobFailed,
@@ -74,9 +73,7 @@ _Report = TypeVar("_Report", StatusReport, DecisionsReport)
 
 _SCHEDULE_TIMEOUT_S: Final = 5.0
 _START_TIMEOUT_S: Final = 5.0
-_CANCEL_TIMEOUT_S: Final = 30.0
 _REPORT_TIMEOUT_S: Final = 1.0
-_QUERY_TIMEOUT_S: Final = 2.0
 _LOOK_EVERY_S: Final = 1.0
 _CONDUCTOR_RETRY_AFTER_S: Final = 1.0
 _WORKERS: Final = (Role.PREFILL, Role.DECODE)
@@ -116,6 +113,7 @@ class MeshClient:
         self._max_replacements = max_replacements
         self._sharing = sharing
         self._workers = Phonebook(on_lost=self._endpoint_lost)
+        self._calls = WorkerCalls(self._workers)
         self._running: dict[JobId, _Running] = {}
         self._accounts: dict[RequestId, RequestAccount] = {}
         self.ledger = Ledger()
@@ -134,6 +132,7 @@ class MeshClient:
         }
 
     def close(self) -> None:
+        self._calls.close()
         self._workers.close()
 
     # --- the Mesh protocol --------------------------------------------------------------------------------------------
@@ -258,7 +257,7 @@ class MeshClient:
                 self._tasks.create_task(self._start(running, command))
             case CancelAt(workers=workers):
                 for worker in workers:
-                    self._tasks.create_task(self._cancel(worker, command))
+                    self._tasks.create_task(self._calls.cancel(worker, command.job_id, command.reason))
             case AskAfterJob(workers=workers):
                 for worker in workers:
                     self._tasks.create_task(self._ask_after(running, worker, command.job_id))
@@ -314,13 +313,6 @@ class MeshClient:
             )
             self._feed(running, failed)
 
-    async def _cancel(self, worker: WorkerRef, command: CancelAt) -> None:
-        request = CancelJob(job_id=command.job_id, reason=command.reason)
-        try:
-            await self._workers.get(worker.endpoint).call(request, Ok, timeout_s=_CANCEL_TIMEOUT_S)
-        except MooncakeError as error:  # a lost worker has nothing left to free
-            log.info("cancel_undelivered", job_id=command.job_id, instance_id=worker.instance_id, code=error.code)
-
     async def watch(self) -> None:
         """Have every request look around once in a while, until cancelled."""
         while True:
@@ -329,13 +321,7 @@ class MeshClient:
                 self._feed(running, Looked())
 
     async def _ask_after(self, running: _Running, worker: WorkerRef, job_id: JobId) -> None:
-        try:
-            query = JobQuery(job_id=job_id)
-            standing = await self._workers.get(worker.endpoint).call(query, JobStanding, timeout_s=_QUERY_TIMEOUT_S)
-        except MooncakeError as error:  # its silence is for its lease to judge
-            log.info("job_query_unanswered", job_id=job_id, instance_id=worker.instance_id, code=error.code)
-            return
-        if not standing.known:
+        if await self._calls.has_forgotten(worker, job_id):
             self._feed(running, JobForgotten(job_id=job_id, instance_id=worker.instance_id))
 
     # --- what comes in ------------------------------------------------------------------------------------------------

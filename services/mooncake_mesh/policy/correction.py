@@ -1,6 +1,6 @@
 """Keeping a cost model true: what was observed over what was predicted, of late."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from typing import Final
 
@@ -9,7 +9,7 @@ _MOST: Final = 100.0
 _WIDEST: Final = log(1.5)
 _STEP: Final = log(1.1)
 _STEPS_OFF: Final = 0.8
-_STEPS_OFF_AT_FIRST: Final = 8.0
+_EVIDENCE: Final = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +20,15 @@ class Correction:
     observation that it is compared with.
 
     ``pace`` is the factor to compare instances by: *guess*, what was taken for it before anything was observed, or some
-    steps of 10 % from it. It changes once what was learned is nearly a whole step off, and the later the fewer samples
-    say so (a single one must be off by more than twice): instances that are equally fast must not look different.
+    steps of 10 % from it. It changes once what was learned has been off for long: by three times for one sample, by two
+    for two, by 12 % for twenty (a cumulative sum). Instances that are equally fast must not look different because
+    something else kept one of them busy for a second.
     """
 
     factor: float = 1.0
     guess: float = 1.0
     steps: int = 0
+    evidence: float = 0.0
     error: float = 0.0
     samples: int = 0
 
@@ -50,12 +52,19 @@ class Correction:
         if weight == _LEAST_WEIGHT:
             off = min(_WIDEST, max(-_WIDEST, off))
         factor = self.factor * exp(weight * off)
-        steps, samples = log(factor / self.guess) / _STEP, self.samples + 1
-        is_off = abs(steps - self.steps) > _STEPS_OFF + _STEPS_OFF_AT_FIRST / samples
+        steps = log(factor / self.guess) / _STEP
+        evidence = max(0.0, self.evidence + abs(steps - self.steps) - _STEPS_OFF)
+        is_off = evidence > _EVIDENCE
         return Correction(
             factor=factor,
             guess=self.guess,
             steps=round(steps) if is_off else self.steps,
+            evidence=0.0 if is_off else evidence,
             error=(1 - weight) * self.error + weight * error,
-            samples=samples,
+            samples=self.samples + 1,
         )
+
+    def unseen(self) -> "Correction":
+        """After a while without a sample: the pace is what was guessed, until samples say again that it is not. Who
+        looks slow is given nothing, and would never be seen to be quick again."""
+        return replace(self, steps=0, evidence=0.0) if self.steps else self
