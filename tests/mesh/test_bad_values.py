@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mooncake_proto.control import Failure, Ok, Pong
+from mooncake_proto.grammar import Grammar, GrammarKind
 from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, NodeId, TransferId
 from mooncake_proto.kvcache import KvEvents, KvSnapshot
 from mooncake_proto.serving import CancelJob, DecodeJob, PrefillDone, PrefillJob, Rejected, Sampling, Schedule, Stopping
@@ -371,6 +372,8 @@ def test_decode_jobs_longer_than_the_context(mesh: Mesh, max_new_tokens: int) ->
         {"deadline_s": 0.0},
         {"fetch_from": "nonsense", "fetch_prefix_blocks": _ABSURD, "tokens": b"\1\0\0\0" * 40, "keys": b"k" * 32},
         {"sampling": Sampling(temperature=-5.0, top_p=-1.0, top_k=_ABSURD, seed=-(2**62), top_logprobs=_ABSURD)},
+        {"sampling": Sampling(grammar=Grammar(kind=GrammarKind.REGEX, text="(", end_tokens=(257,)))},
+        {"sampling": Sampling(grammar=Grammar(kind=GrammarKind.REGEX, text="\0", end_tokens=(_ABSURD,)))},
     ],
     ids=lambda fields: " ".join(fields),
 )

@@ -106,12 +106,18 @@ def test_the_answer_is_that_of_two_instances(mesh: Mesh) -> None:
 
 
 def test_a_prefix_that_only_the_prefill_node_has_is_copied(mesh: Mesh) -> None:
+    def at_node0(least: int) -> int | None:
+        n_blocks = mesh.status().indexed_blocks.get("node0", 0)
+        return n_blocks if n_blocks >= least else None
+
+    others = mesh.status().indexed_blocks.get("node0", 0)
     mesh.restart("conductor", "--hybrid-decode=off")
     mesh.wait_healthy()
     answer(mesh, ELSEWHERE, 1)
+    blocks = mesh.wait(lambda: at_node0(others + 5), what="its blocks to be told")
     mesh.restart("conductor")
     mesh.wait_healthy()
-    mesh.wait(lambda: mesh.status().indexed_blocks.get("node0", 0) >= 5 or None, what="the blocks to be told")
+    mesh.wait(lambda: at_node0(blocks), what="all blocks to be told")
     text, cached = answer(mesh, ELSEWHERE, 20)
     assert (text, cached) == (clients.expected_text(ELSEWHERE, 20), 80)
     assert 80 in [prompt["cached_tokens"] for prompt in computed(mesh)]

@@ -242,4 +242,5 @@ def test_biases_move_logits() -> None:
     assert greedy() == 0
     assert greedy((0, -100.0)) == 1
     assert greedy((0, -1.5), (2, 1.5)) == 2
+    assert greedy((0, -1.5), (2**62, 100.0)) == 1  # no token of this model: nobody else in the batch is to suffer
     assert logits.tolist() == [2.0, 1.0, 0.0]

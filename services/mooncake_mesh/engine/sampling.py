@@ -64,7 +64,8 @@ def penalised(logits: torch.Tensor, request: SampleRequest) -> torch.Tensor:
         return logits
     result = logits.clone()
     if sampling.logit_bias:
-        ids, biases = zip(*sampling.logit_bias, strict=True)
+        known = [(token, bias) for token, bias in sampling.logit_bias if token < logits.numel()]
+        ids, biases = zip(*known, strict=True) if known else ((), ())
         result[_ids(np.array(ids), logits)] += torch.tensor(biases, dtype=result.dtype, device=result.device)
     if sampling.repetition_penalty != 1.0 and len(request.history):
         seen = _ids(np.unique(request.history), logits)
