@@ -112,7 +112,8 @@ class Ask:
         if terminals > 1 or (stream.status == 200 and stream.done_marks != 1):
             return End(kind="wrong", detail=f"{terminals} terminal messages, {stream.done_marks} [DONE]")
         if stream.errors:
-            return End(kind="refused", detail=f"{stream.status} {stream.errors[0].get('code')}")
+            error = stream.errors[0]
+            return End(kind="refused", detail=f"{stream.status} {error.get('code')}: {error.get('message')}"[:120])
         if stream.text != self.expected():
             return End(kind="wrong", detail=f"{stream.text!r} instead of {self.expected()!r}")
         return End(kind="finished", detail="")
