@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Final
 
 from bench.load import Connection, StreamTimes
-from bench.mesh import local_mesh
+from bench.mesh import local_mesh, wait_until_working
 from bench.nodes import NodeKind
 from bench.report import Report
 from bench.simulator import MeshSetup, simulate
@@ -58,8 +58,8 @@ FAKE: Final = NodeKind(
     prefill_pad_tokens=0,
     cached_token_s=0.0,
     weights_s=0.0,
-    step_base_s=0.2,
-    step_sequence_s=0.0005,
+    step_base_s=0.1,
+    step_sequence_s=0.0002,
     step_context_token_s=0.0,
     load_bytes_per_s=1e12,
     network_bytes_per_s=1e9,
@@ -155,6 +155,7 @@ def _live(work: Sequence[Ask], kind: NodeKind, folder: Path, recording: Path) ->
         "MOONCAKE_PREFILL_QUEUE_ORDER": "fcfs",
     }
     with local_mesh(_flags(_PREFILL, _DECODE), settings) as mesh:
+        wait_until_working(mesh, [f"prefill{i}" for i in range(_PREFILL)] + [f"decode{i}" for i in range(_DECODE)])
         return asyncio.run(_clients(mesh.host, mesh.port, mesh.model, work))
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +86,7 @@ def prefill_node(mesh: LocalMesh, number: int, engine: Sequence[str], arena_byte
         for flags in roles:
             command = [sys.executable, "-m", "mooncake_mesh", *flags]
             processes.callback(_end, processes.enter_context(subprocess.Popen(command)))
-        _wait_for(name, mesh.conductor)
+        wait_until_working(mesh, [name])
         yield
 
 
@@ -95,13 +95,17 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _wait_for(instance_id: str, conductor: str) -> None:
-    command = [sys.executable, "-m", "mooncake_mesh", "status", "--json", f"--conductor={conductor}"]
+def wait_until_working(mesh: LocalMesh, instance_ids: Collection[str]) -> None:
+    """Until all of them take work: `up` says that it is ready when one of each role does. Raises RuntimeError after
+    three minutes."""
+    command = [sys.executable, "-m", "mooncake_mesh", "status", "--json", f"--conductor={mesh.conductor}"]
     deadline_s = monotonic() + _READY_S
+    missing = set(instance_ids)
     while monotonic() < deadline_s:
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
         members = json.loads(answer.stdout)["cluster"]["members"] if answer.stdout else []
-        if any(m["member"]["instance_id"] == instance_id and m["takes_work"] for m in members):
+        missing = set(instance_ids) - {m["member"]["instance_id"] for m in members if m["takes_work"]}
+        if not missing:
             return
         sleep(_ASK_EVERY_S)  # asking takes a process of its own, and processor time from those that start
-    raise RuntimeError(f"{instance_id} takes no work")
+    raise RuntimeError(f"{', '.join(sorted(missing))}: no work taken")
