@@ -40,6 +40,7 @@ FLAGS: Final = {
 _NODES: Final = {"prefill0": 0, "prefill1": 1, "decode0": 2, "decode1": 3}
 _MOST_BURSTS: Final = 15
 _MOST_AT_ONCE: Final = 6
+_COPY_DESCRIPTORS: Final = 4  # of a copy that was declined, as another one was under way
 _PAIR_DESCRIPTORS: Final = 6
 _SOURCE_DESCRIPTORS: Final = 12
 _LOOK_EVERY_S: Final = 0.1
@@ -112,7 +113,8 @@ class Ask:
         if terminals > 1 or (stream.status == 200 and stream.done_marks != 1):
             return End(kind="wrong", detail=f"{terminals} terminal messages, {stream.done_marks} [DONE]")
         if stream.errors:
-            return End(kind="refused", detail=f"{stream.status} {stream.errors[0].get('code')}")
+            error = stream.errors[0]
+            return End(kind="refused", detail=f"{stream.status} {error.get('code')}: {error.get('message')}"[:120])
         if stream.text != self.expected():
             return End(kind="wrong", detail=f"{stream.text!r} instead of {self.expected()!r}")
         return End(kind="finished", detail="")
@@ -219,7 +221,11 @@ class Books:
                         copied[worker] = True
             if not pairs and all(copied.values()):
                 break
-        return _PAIR_DESCRIPTORS * len(pairs) + _SOURCE_DESCRIPTORS * list(copied.values()).count(False)
+        return (
+            _COPY_DESCRIPTORS
+            + _PAIR_DESCRIPTORS * len(pairs)
+            + _SOURCE_DESCRIPTORS * list(copied.values()).count(False)
+        )
 
     def _placed(self, prompt: str) -> tuple[Ask, str, str]:
         """A request, and where it was placed."""

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -62,6 +63,10 @@ class Machine:
     def restarts(self, unit: str) -> int:
         """How often systemd had to start it again by itself."""
         return int(self.run(f"systemctl show --value --property=NRestarts {unit}"))
+
+    def ended_us(self, unit: str) -> int:
+        """When it last stopped, on the machine's clock."""
+        return int(self.run(f"systemctl show --value --property=InactiveEnterTimestampMonotonic {unit}"))
 
     def _asked(self, command: str) -> str:
         return podman.podman("exec", _NAME, "sh", "-c", command, check=False)
@@ -131,16 +136,43 @@ def test_nodes_restart_under_load_without_a_failed_request(machine: Machine) -> 
     assert [line for line in said.splitlines() if line.endswith(": back")] == ["a: back", "b: back"]
 
 
+def test_conductor_and_gateways_follow_when_asked(machine: Machine) -> None:
+    units = ("mooncake-prefill@b-0", "mooncake-conductor@0", "mooncake-gateway@a")
+    before = {unit: machine.pid(unit) for unit in units}
+    machine.run("mooncake-rolling-restart --all b", timeout_s=400)
+    assert [unit for unit in units if machine.pid(unit) == before[unit]] == []
+    podman.until("the mesh is ready", machine.door.is_ready, 60)
+    assert machine.door.chat("Is everybody back?")["usage"]["completion_tokens"] == 8
+
+
 def test_the_target_stops_in_order(machine: Machine) -> None:
     """Whoever takes requests first, the conductor last."""
+    stages = (
+        ["mooncake-gateway@a"],
+        [f"mooncake-{role}@{node}-0" for node in "ab" for role in ("prefill", "decode")],
+        ["mooncake-messenger@a", "mooncake-messenger@b"],
+        ["mooncake-conductor@0"],
+    )
     machine.run("systemctl stop mooncake.target", timeout_s=240)
-    said = machine.run("journalctl --no-pager --output=cat --lines=200 _PID=1 | grep '^Stopped mooncake-.*@'")
-    stopped = [line.split()[1].removeprefix("mooncake-").split("@")[0] for line in said.splitlines()][-8:]
-    workers = ["decode", "decode", "prefill", "prefill"]
-    assert stopped[:1] + sorted(stopped[1:5]) + stopped[5:] == [
-        "gateway",
-        *workers,
-        "messenger",
-        "messenger",
-        "conductor",
-    ]
+    ended_us = [[machine.ended_us(unit) for unit in stage] for stage in stages]
+    for earlier, later in pairwise(ended_us):
+        assert max(earlier) <= min(later)
+
+
+def test_nodes_with_addresses_talk_with_keys(machine: Machine) -> None:
+    """As on two machines: prefill on one address, decoding on another, and CURVE between them."""
+    keys = "/opt/mooncake/bin/mooncake keys"
+    machine.run(f"systemctl stop mooncake.target; {keys} init --keys /root/mesh --name a")
+    api_key = machine.run(f"{keys} api add app --tenant acme --keys /root/mesh 2>/dev/null").strip()
+    install = "/deploy/install --keys /root/mesh"
+    machine.run(f"{install} --node a --prefill 1 --gateway --conductor here --address 127.0.0.1")
+    machine.run(f"{install} --node b --decode 1 --conductor 127.0.0.1 --address 127.0.0.2")
+    machine.run("systemctl start mooncake.target", timeout_s=240)
+    podman.until("the mesh is ready", machine.door.is_ready, 60)
+    units = machine.run(
+        "systemctl list-units --plain --no-legend 'mooncake-prefill@*' 'mooncake-decode@*'"
+    ).splitlines()
+    assert [unit.split()[0] for unit in units] == ["mooncake-decode@b-0.service", "mooncake-prefill@a-0.service"]
+    assert machine.door.status_of("/v1/models") == 401
+    door = Door(url=machine.door.url, api_key=api_key)
+    assert door.chat("Who is on the other machine?")["usage"]["completion_tokens"] == 8

@@ -48,8 +48,11 @@ class Peer:
     def __init__(self) -> None:
         self.told: list[object] = []
         self.answers: dict[type, Any] = {AbortTransfer: Ok()}
+        self.there = True
 
-    async def call(self, body: object, _: type, *, timeout_s: float) -> object:
+    async def call(self, body: object, _: type, *, timeout_s: float, connect_timeout_s: float | None = None) -> object:
+        if not self.there and connect_timeout_s is not None:
+            raise PeerUnreachable(f"no connection within {connect_timeout_s:g} s")
         self.told.append(body)
         answer = self.answers.get(type(body))
         if answer is None:
@@ -57,29 +60,12 @@ class Peer:
         return answer
 
 
-class Peers:
-    """All endpoints are one *peer*, which does not answer while it is not ``there``."""
-
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self.there = True
-
-    def get(self, _: str) -> Peer:
-        return self._peer
-
-    async def reach(self, endpoint: str, *, timeout_s: float = 2.0) -> Peer:
-        if not self.there:
-            raise PeerUnreachable(f"{endpoint}: no connection within {timeout_s:g} s")
-        return self._peer
-
-
 class Rig:
     """One messenger from its event loop down to the pool; its sockets are doubles."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.peer = Peer()
-        self.peers = Peers(self.peer)
-        peers = cast(Any, self.peers)
+        peers = cast(Any, SimpleNamespace(get=lambda _: self.peer))
         self.core = MessengerCore(n_blocks=N_BLOCKS, block_bytes=BLOCK_BYTES)
         arena = memoryview(bytearray(N_BLOCKS * BLOCK_BYTES))
         info = ArenaInfo(
@@ -281,7 +267,7 @@ def test_a_fetch_from_a_node_that_is_gone_waits_for_nobody() -> None:
     """The conductor may say for seconds that a dead node has a prefix."""
 
     async def scenario(rig: Rig, _: asyncio.TaskGroup) -> None:
-        rig.peers.there = False
+        rig.peer.there = False
         assert (await rig.acquire("j", fetch_from=OTHER, fetch_blocks=1)).cached_blocks == 0
         assert rig.core.n_jobs == 1, "the job's own blocks, and none of the fetch"
         rig.cut.end_job(JobId("j"), "done")
@@ -296,7 +282,7 @@ def test_a_push_to_a_node_that_is_gone_holds_nothing() -> None:
         await rig.acquire("j")
         rig.core.seal(JobId("j"), 0, [KEY])
         rig.cut.end_job(JobId("j"), "done")
-        rig.peers.there = False
+        rig.peer.there = False
         push = PushBlocks(transfer_id=T, target=OTHER, keys=join_keys([KEY]), deadline_s=20.0)
         assert (await rig.cut.push_blocks(push)).n_blocks == 1
         await until(lambda: rig.core.n_jobs == 0, "the push to be given up")

@@ -23,7 +23,8 @@ from mooncake_mesh.client.options import ChatOptions, CompletionOptions, Message
 from mooncake_mesh.client.timeouts import Timeouts
 from mooncake_mesh.errors import Aborted, InvalidRequest, Rejected, RemoteFailure
 from mooncake_mesh.mesh import key_folder
-from mooncake_mesh.mesh.rpc import ReplyStream, RpcClient
+from mooncake_mesh.mesh.reply_stream import ReplyStream
+from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_proto.client import (
     Cancel,
     Generate,

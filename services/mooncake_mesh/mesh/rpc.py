@@ -22,13 +22,13 @@ from mooncake_mesh.errors import (
     MeshError,
     MooncakeError,
     PeerUnreachable,
-    RemoteFailure,
     SlowReader,
     failure_of,
 )
 from mooncake_mesh.mesh import endpoint as sockets
 from mooncake_mesh.mesh.connecting import Dealer, Link
 from mooncake_mesh.mesh.curve import Audience, MeshKeys
+from mooncake_mesh.mesh.reply_stream import ReplyStream, raise_if_error
 from mooncake_proto import codec
 from mooncake_proto.control import CancelCall, Failure
 from mooncake_proto.envelope import Envelope
@@ -239,15 +239,37 @@ class RpcClient:
         await self._channel.send(codec.encode(body, Envelope(cause=cause)), timeout_s=timeout_s)
 
     @overload
-    async def call(self, body: object, expect: type[_R], *, timeout_s: float, cause: str = "") -> _R: ...
+    async def call(
+        self,
+        body: object,
+        expect: type[_R],
+        *,
+        timeout_s: float,
+        connect_timeout_s: float | None = None,
+        cause: str = "",
+    ) -> _R: ...
 
     @overload
     async def call(
-        self, body: object, expect: tuple[type[_R], type[_R2]], *, timeout_s: float, cause: str = ""
+        self,
+        body: object,
+        expect: tuple[type[_R], type[_R2]],
+        *,
+        timeout_s: float,
+        connect_timeout_s: float | None = None,
+        cause: str = "",
     ) -> _R | _R2: ...
 
-    async def call(self, body: object, expect: type | tuple[type, ...], *, timeout_s: float, cause: str = "") -> object:
-        """Send *body* and wait for its reply of class *expect*.
+    async def call(
+        self,
+        body: object,
+        expect: type | tuple[type, ...],
+        *,
+        timeout_s: float,
+        connect_timeout_s: float | None = None,
+        cause: str = "",
+    ) -> object:
+        """Send *body* and wait for its reply of class *expect*; a connection has to stand within *connect_timeout_s*.
 
         Raises RemoteFailure (the peer's own error), PeerUnreachable, CallTimeout, or WireError for another class of
         reply.
@@ -255,7 +277,8 @@ class RpcClient:
         message_id = self._next_id()
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         await self._channel.send(
-            codec.encode(body, Envelope(id=message_id, deadline_s=timeout_s, cause=cause)), timeout_s=timeout_s
+            codec.encode(body, Envelope(id=message_id, deadline_s=timeout_s, cause=cause)),
+            timeout_s=timeout_s if connect_timeout_s is None else connect_timeout_s,
         )
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._open[message_id] = reply
@@ -270,7 +293,7 @@ class RpcClient:
             raise
         finally:
             self._open.pop(message_id, None)
-        _raise_if_error(result)
+        raise_if_error(result)
         if not isinstance(result, expect):
             raise WireError(f"{self.endpoint} answered {type(result).__name__} to {type(body).__name__}")
         return result
@@ -356,33 +379,3 @@ def _end(queue: asyncio.Queue[Any], error: MeshError) -> None:
         while not queue.empty():
             queue.get_nowait()
     queue.put_nowait(error)
-
-
-def _raise_if_error(item: object) -> None:
-    if isinstance(item, Failure):
-        raise RemoteFailure(item)
-    if isinstance(item, MeshError):
-        raise item
-
-
-class ReplyStream:
-    """Replies to one streaming call, in order. The caller marks the end, which only it can recognise."""
-
-    def __init__(self, queue: asyncio.Queue[Any], message_id: MessageId) -> None:
-        self._queue = queue
-        self.message_id = message_id
-        self.ended = False
-
-    async def next(self, *, timeout_s: float) -> Any:
-        """The next reply.
-
-        Raises RemoteFailure, PeerUnreachable, SlowReader (the stream is over then) or CallTimeout.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                item = await self._queue.get()
-        except TimeoutError:
-            raise CallTimeout(f"no reply in {timeout_s:g} s") from None
-        self.ended = isinstance(item, Failure | MeshError)
-        _raise_if_error(item)
-        return item

@@ -46,7 +46,7 @@ from mooncake_proto.transfer import (
 log = structlog.get_logger(__name__)
 
 _FETCH_TIMEOUT_S: Final = 20.0
-_REACH_TIMEOUT_S: Final = 0.5
+_CONNECT_TIMEOUT_S: Final = 0.5
 """A node that died a moment ago may still be said to have a prefix: to compute it is quicker than to wait for it."""
 
 _RECENT_COPIES: Final = 8
@@ -199,8 +199,8 @@ class CutArena:
                 job_id=request.job_id,
                 tenant=request.tenant,
             )
-            source = await self._peers.reach(request.fetch_from, timeout_s=_REACH_TIMEOUT_S)
-            pushing = await source.call(push, Pushing, timeout_s=_FETCH_TIMEOUT_S)
+            source = self._peers.get(request.fetch_from)
+            pushing = await source.call(push, Pushing, timeout_s=_FETCH_TIMEOUT_S, connect_timeout_s=_CONNECT_TIMEOUT_S)
             landing.shorten(pushing.n_blocks)
             core.settle(landing)
             async with asyncio.timeout(_FETCH_TIMEOUT_S):

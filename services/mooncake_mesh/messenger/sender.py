@@ -30,6 +30,9 @@ _BATCH_BYTES: Final = 8 << 20
 _BATCHES_UNDER_WAY: Final = 3
 _INLINE_BYTES: Final = 64 << 10
 _ACK_TIMEOUT_S: Final = 30.0
+_CONNECT_TIMEOUT_S: Final = 1.0
+"""Blocks are not held for a receiver that is gone."""
+
 _MOST_RECEIVERS: Final = 1024
 _ABORT_TIMEOUT_S: Final = 10.0
 _LAST_WORDS_S: Final = 1.0
@@ -148,9 +151,9 @@ class Sender:
 
     async def _open(self, sending: _Sending, deadline_s: float) -> SendPath:
         transfer_id = sending.outbound.transfer_id
-        peer = await self._peers.reach(sending.target)  # blocks are not held for a receiver that is gone
+        peer = self._peers.get(sending.target)
         request = OpenTransfer(transfer_id=transfer_id, source=self._me, transports=self._offered, rdma=self._rdma)
-        plan = await peer.call(request, TransferPlan, timeout_s=deadline_s)
+        plan = await peer.call(request, TransferPlan, timeout_s=deadline_s, connect_timeout_s=_CONNECT_TIMEOUT_S)
         sending.outbound.planned(plan.slots)
         sending.transport = plan.transport
         self.transports.add(plan.transport)
