@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", choices=("transformers", "fake"), default="transformers")
     parser.add_argument("--conversations", type=int, default=40, metavar="N")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="pieces that the conversations are cut into")
-    parser.add_argument("--overload-requests", type=int, default=48, metavar="N")
+    parser.add_argument("--overload-requests", type=int, default=48, metavar="N", help="0: no overload part")
     parser.add_argument("--ttft", type=float, default=10.0, metavar="S", help="objective in the overload part")
     parser.add_argument("--tbt", type=float, default=0.25, metavar="S", help="objective in the overload part")
     parser.add_argument("--seed", type=int, default=1)
@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     report = Report("policies", f"{args.engine}, 2 prefill and 1 decode instances, {args.conversations} conversations")
     _placement(report, args)
-    _overload(report, args)
+    if args.overload_requests:
+        _overload(report, args)
     report.finish(args)
     return 0
 
@@ -128,6 +129,7 @@ def _placement(report: Report, args: argparse.Namespace) -> None:
     base = before = mean(ttfts[PlacementKind.RANDOM])
     for policy in _POLICIES:
         mean_s = mean(ttfts[policy])
+        _tell(f"mean TTFT under {policy.value}: {mean_s:.3f} s")
         report.row(f"mean TTFT, {policy.value} (baseline: random)", mean_s, "s", baseline=base, n=len(ttfts[policy]),
                    aim="" if policy is PlacementKind.RANDOM else "≤ the one before",
                    met=None if policy is PlacementKind.RANDOM else mean_s <= before)  # fmt: skip
@@ -185,6 +187,7 @@ def _overload(report: Report, args: argparse.Namespace) -> None:
         failed = sum(bool(stream.error) for stream in times) - refused
         if kind is AdmissionKind.BASELINE:
             good_of_baseline = good
+        _tell(f"{good} of {len(times)} good under {kind.value}, {refused} refused")
         report.row(f"2x overload ({rate:.2f}/s): good requests, {kind.value}", good, f"of {len(times)}",
                    baseline=good_of_baseline or None)  # fmt: skip
         report.row(f"2x overload: refused, {kind.value}", refused, "requests")
