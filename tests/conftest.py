@@ -61,12 +61,13 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert left == [set(), set(), set()], f"left behind (processes, shared memory, descriptors): {left}"
 
 
-def _processes() -> set[str]:
-    """This process's descendants, as id and command line."""
+def _processes() -> set[psutil.Process]:
+    """This process's running descendants. Not their command lines: one that has just been started has none yet."""
     found = set()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # ended while we looked
-            found.add(f"{child.pid} {' '.join(child.cmdline())}")
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.add(child)
     return found
 
 
