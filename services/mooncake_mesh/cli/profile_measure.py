@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 from uuid import uuid4
 
 from mooncake_mesh.client import MooncakeClient
-from mooncake_mesh.errors import CallTimeout, MooncakeError
+from mooncake_mesh.errors import CallTimeout, MooncakeError, Rejected
 from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_mesh.policy.cost_fit import PrefillSample, StepSample, TransferSample
 from mooncake_proto.control import Load, Role, StatusQuery, StatusReport
@@ -77,7 +77,8 @@ class Measurement:
         self._decoders = 1
 
     async def run(self, plan: Plan, tell: Callable[[str], None]) -> None:
-        """Raises the errors of MooncakeClient; CallTimeout when workers do not report what they did."""
+        """Batches that the mesh refuses are left out. Raises the other errors of MooncakeClient; CallTimeout when
+        workers do not report what they did."""
         await self._collect()
         for n_tokens in sorted({min(n_tokens, self._context_tokens // 2) for n_tokens in plan.prompt_tokens}):
             tell(f"prefill: {n_tokens} tokens")
@@ -85,7 +86,10 @@ class Measurement:
                 await self._prefill(n_tokens, plan)
         for size, context in sorted({(size, min(n, self._context_tokens // 2)) for size, n in plan.batches}):
             tell(f"decode: {size} sequences behind {context} tokens each")
-            await self._decode(size, context, plan)
+            try:
+                await self._decode(size, context, plan)
+            except Rejected as refused:  # its admission goes by times that are not known yet
+                tell(f"left out: the mesh lets no more in ({refused.reason})")
 
     async def _prefill(self, n_tokens: int, plan: Plan) -> None:
         """A prompt of its own, then others that share a part of it."""
