@@ -10,8 +10,8 @@ from typing import Final
 
 _SHARE: Final = 0.1
 _LEAST_S: Final = 0.01
-"""How far reckoning and report may be apart: a share of the work in hand, or of the longest prompt since the instance was
-idle, as its pace is not known better; and what messages take."""
+"""How far reckoning and report may be apart: a share of the work in hand, or of the longest prompt since the instance
+was idle, as its pace is not known better; and what messages take."""
 
 
 class QueueReckoning:
