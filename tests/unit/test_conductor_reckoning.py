@@ -29,6 +29,12 @@ def test_a_report_that_is_a_little_early_or_late_changes_nothing(late_s: float) 
     assert queue.busy_until_s == 13.0
 
 
+def test_a_long_prompt_that_took_longer_shows_behind_it_too() -> None:
+    queue = reckoning((2.0, 10.0), (0.1, 11.0))
+    queue.reported([0.1], 0.0, [], 12.1)
+    assert queue.busy_until_s == pytest.approx(12.1), "a tenth of a second late is within a tenth of the long one"
+
+
 def test_a_report_that_says_something_else_is_believed() -> None:
     queue = reckoning((2.0, 10.0), (1.0, 11.0))
     queue.reported([2.0, 1.0], 0.1, [], 11.5)
