@@ -1,5 +1,6 @@
 """Well-formed messages that ask for what cannot be: refused, and nobody else's work is touched."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +76,14 @@ def _refused(answer: object, code: str, path: str = "") -> None:
 def _worker(mesh: Mesh) -> dict[str, Any]:
     """In whose name blocks are asked for: the decode instance, so that they would be its own."""
     return {"instance_id": InstanceId("decode0"), "incarnation": Incarnation(mesh.incarnation("decode0"))}
+
+
+_numbers = itertools.count()
+
+
+def _fresh(name: str) -> str:
+    """An id for one job alone: one that was released is over for good."""
+    return f"{name}{next(_numbers)}"
 
 
 def _acquire(mesh: Mesh, job_id: str, **fields: Any) -> Acquire:
@@ -189,48 +198,46 @@ def _info(mesh: Mesh, name: str, **fields: Any) -> ArenaInfo:
     return ArenaInfo(**{**given, **fields})
 
 
-def _open(mesh: Mesh, source: ArenaInfo, *transports: str, transfer_id: str = "open") -> Any:
-    body = OpenTransfer(transfer_id=TransferId(transfer_id), source=source, transports=transports)
+def _open(mesh: Mesh, transfer_id: TransferId, source: ArenaInfo, *transports: str) -> Any:
+    body = OpenTransfer(transfer_id=transfer_id, source=source, transports=transports)
     return _ask(mesh, "messenger1", body, deadline_s=0.5)
 
 
 @pytest.fixture
 def landing(mesh: Mesh) -> Iterator[TransferId]:
     """A landing for two blocks at messenger1 that nobody sends to."""
-    fields = {"landing": TransferId("open"), "landing_blocks": 2, "landing_layers": _LAYERS}
+    job_id = _fresh("open")
+    transfer_id = TransferId(f"to {job_id}")
+    fields = {"landing": transfer_id, "landing_blocks": 2, "landing_layers": _LAYERS}
     with clients.dealer(mesh.endpoint("messenger1")) as plug:
-        plug.send_multipart(good(_acquire(mesh, "open-job", **fields), deadline_s=_ANSWER_S))
-        yield TransferId("open")
-        _release(mesh, "open-job")
+        plug.send_multipart(good(_acquire(mesh, job_id, **fields), deadline_s=_ANSWER_S))
+        yield transfer_id
+        _release(mesh, job_id)
         _refused(clients.receive(plug, timeout_s=_ANSWER_S)[1], "slice_lost")
     mesh.wait_idle()
 
 
 def test_opening_what_nobody_expects_ends_with_the_deadline(mesh: Mesh) -> None:
-    _refused(_open(mesh, _info(mesh, "messenger0"), "tcp", transfer_id="unexpected"), "call_timeout")
+    _refused(_open(mesh, TransferId("unexpected"), _info(mesh, "messenger0"), "tcp"), "call_timeout")
 
 
-@pytest.mark.usefixtures("landing")
 @pytest.mark.parametrize("transports", [(), ("carrier-pigeon",), ("shm",)], ids=["none", "unknown", "shm elsewhere"])
-def test_opening_without_a_common_transport(mesh: Mesh, transports: tuple[str, ...]) -> None:
-    _refused(_open(mesh, _info(mesh, "messenger0", host_id="another host"), *transports), "transfer_error")
+def test_opening_without_a_common_transport(mesh: Mesh, landing: TransferId, transports: tuple[str, ...]) -> None:
+    _refused(_open(mesh, landing, _info(mesh, "messenger0", host_id="another host"), *transports), "transfer_error")
 
 
-@pytest.mark.usefixtures("landing")
-def test_opening_with_blocks_of_another_size(mesh: Mesh) -> None:
-    _refused(_open(mesh, _info(mesh, "messenger0", block_bytes=4096), "shm"), "transfer_error")
+def test_opening_with_blocks_of_another_size(mesh: Mesh, landing: TransferId) -> None:
+    _refused(_open(mesh, landing, _info(mesh, "messenger0", block_bytes=4096), "shm"), "transfer_error")
 
 
-@pytest.mark.usefixtures("landing")
-def test_opening_with_an_arena_that_is_not_there(mesh: Mesh) -> None:
+def test_opening_with_an_arena_that_is_not_there(mesh: Mesh, landing: TransferId) -> None:
     source = _info(mesh, "messenger0", socket_path="/nowhere", incarnation=Incarnation("n" * 16))
-    _refused(_open(mesh, source, "shm"), "transfer_error")
+    _refused(_open(mesh, landing, source, "shm"), "transfer_error")
 
 
-@pytest.mark.usefixtures("landing")
-def test_a_transfer_has_one_sender(mesh: Mesh) -> None:
-    assert isinstance(_open(mesh, _info(mesh, "messenger0"), "shm"), TransferPlan)
-    _refused(_open(mesh, _info(mesh, "messenger0"), "shm"), "slice_lost")
+def test_a_transfer_has_one_sender(mesh: Mesh, landing: TransferId) -> None:
+    assert isinstance(_open(mesh, landing, _info(mesh, "messenger0"), "shm"), TransferPlan)
+    _refused(_open(mesh, landing, _info(mesh, "messenger0"), "shm"), "slice_lost")
 
 
 @pytest.mark.parametrize(
@@ -249,23 +256,24 @@ def test_a_transfer_has_one_sender(mesh: Mesh) -> None:
     ids=str,
 )
 def test_offered_slices_outside_the_landing(mesh: Mesh, landing: TransferId, fields: dict[str, int]) -> None:
-    assert isinstance(_open(mesh, _info(mesh, "messenger0"), "shm"), TransferPlan)
+    assert isinstance(_open(mesh, landing, _info(mesh, "messenger0"), "shm"), TransferPlan)
     inside = {"logical": 0, "layer": 0, "n_layers": 1, "source_block": 0}
     offer = SliceOffer(transfer_id=landing, slices=(OfferedSlice(**{**inside, **fields}, checksum=None),))
     _refused(_ask(mesh, "messenger1", offer), "slice_lost")
 
 
 def test_an_offered_slice_with_a_wrong_checksum_fails_its_transfer(mesh: Mesh, landing: TransferId) -> None:
-    assert isinstance(_open(mesh, _info(mesh, "messenger0"), "shm"), TransferPlan)
+    assert isinstance(_open(mesh, landing, _info(mesh, "messenger0"), "shm"), TransferPlan)
     slices = (OfferedSlice(logical=0, layer=0, n_layers=1, source_block=0, checksum=-7),)
     _refused(_ask(mesh, "messenger1", SliceOffer(transfer_id=landing, slices=slices)), "checksum_mismatch")
 
 
 @pytest.mark.parametrize("layers", [0, 3, _ABSURD])
 def test_sending_in_layers_that_do_not_divide_a_block(mesh: Mesh, layers: int) -> None:
-    assert isinstance(_ask(mesh, "messenger1", _acquire(mesh, "sender")), Acquired)
+    job_id = _fresh("sender")
+    assert isinstance(_ask(mesh, "messenger1", _acquire(mesh, job_id)), Acquired)
     start = StartSend(
-        job_id=JobId("sender"),
+        job_id=JobId(job_id),
         transfer_id=TransferId("odd"),
         target=mesh.endpoint("messenger0"),
         n_blocks=1,
@@ -273,16 +281,17 @@ def test_sending_in_layers_that_do_not_divide_a_block(mesh: Mesh, layers: int) -
         deadline_s=1.0,
     )
     _refused(_ask(mesh, "messenger1", start), "invalid_request", "layers")
-    _release(mesh, "sender")
+    _release(mesh, job_id)
 
 
 @pytest.mark.parametrize("target", ["", "nonsense", "tcp://127.0.0.1:99999", "ipc:///nowhere/at/all", "tcp://\x00"])
 def test_sending_to_nowhere_fails_the_transfer_alone(mesh: Mesh, target: str) -> None:
-    assert isinstance(_ask(mesh, "messenger1", _acquire(mesh, "sender")), Acquired)
+    job_id = _fresh("sender")
+    assert isinstance(_ask(mesh, "messenger1", _acquire(mesh, job_id)), Acquired)
     transfer_id = TransferId(f"to {target}")
     with clients.dealer(mesh.endpoint("messenger1")) as plug:
         start = StartSend(
-            job_id=JobId("sender"),
+            job_id=JobId(job_id),
             transfer_id=transfer_id,
             target=target,
             n_blocks=2,
@@ -297,7 +306,7 @@ def test_sending_to_nowhere_fails_the_transfer_alone(mesh: Mesh, target: str) ->
         answer = clients.receive(plug, timeout_s=_ANSWER_S)[1]
         assert isinstance(answer, Failure), answer
         assert answer.code in ("transfer_error", "slice_lost")
-    _release(mesh, "sender")
+    _release(mesh, job_id)
 
 
 def test_pushing_a_prefix_that_is_not_here(mesh: Mesh) -> None:
