@@ -25,7 +25,7 @@ class Router(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoupledSetup:
-    """``ttft_limit_s``: a request that is predicted to have its first token later is refused; 0 admits everything."""
+    """``ttft_limit_s``: a request that is expected to have its first token later is refused; 0 admits everything."""
 
     instances: int
     engine: EngineSetup
@@ -85,7 +85,8 @@ def simulate_coupled(
             clock.stop()
             return
         engine, ttft_s = _route(engines, setup.router, i, requests[i])
-        if setup.ttft_limit_s and ttft_s > setup.ttft_limit_s:
+        records[i].ttft_est_s = ttft_s
+        if setup.ttft_limit_s and not engine.surely_within(ttft_s, setup.ttft_limit_s):
             records[i].refused = "ttft_objective"
         else:
             engine.submit(requests[i], records[i])

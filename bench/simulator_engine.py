@@ -25,6 +25,9 @@ GROWTH_TOKENS: Final = 170
 """Room that each admitted request is given for its answer."""
 
 _LEAST_CHUNK: Final = 64
+_LEAST_PREDICTED_S: Final = 1.0
+_PACE_STEP: Final = 0.05
+"""The pace follows the ninth decile of what predictions are exceeded by; short ones say nothing of a queue."""
 
 
 class Batching(enum.Enum):
@@ -88,6 +91,7 @@ class CoupledEngine:
         self._window_steps = 0
         self._is_decoding = False
         self._is_computing = False
+        self._pace = 1.0
 
     # --- looking (for routers) ----------------------------------------------------------------------------------------
 
@@ -105,6 +109,11 @@ class CoupledEngine:
         ) + sum(sequence.uncached_s for sequence in self._waiting)
         cached = self._matched(request.keys, request.input_tokens)
         return queued + self._kind.prefill_s(request.input_tokens - cached, cached)
+
+    def surely_within(self, predicted_s: float, limit_s: float) -> bool:
+        """Whether nine of ten requests with such a prediction had their first token in *limit_s* of late: a prompt
+        shares its steps with those that decode, which no prediction counts."""
+        return predicted_s * self._pace <= limit_s
 
     # --- requests in --------------------------------------------------------------------------------------------------
 
@@ -284,6 +293,9 @@ class CoupledEngine:
     def _first_token(self, sequence: _Sequence) -> None:
         record = sequence.record
         record.first_token_s = self._clock.now_s
+        if record.ttft_est_s >= _LEAST_PREDICTED_S:
+            was_later = record.ttft_s > self._pace * record.ttft_est_s
+            self._pace += _PACE_STEP * (0.9 if was_later else -0.1)
         record.computed_tokens = record.input_tokens - sequence.cached_tokens
         record.cached_tokens = sequence.cached_tokens
         record.cached_blocks = sequence.cached_tokens // BLOCK_TOKENS

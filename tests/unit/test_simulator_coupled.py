@@ -89,6 +89,18 @@ def test_a_router_that_knows_the_caches_uses_them() -> None:
     assert simulate_coupled(work, aware).token_hit() > simulate_coupled(work, blind).token_hit() + 0.05
 
 
+def test_refusals_learn_how_much_later_than_predicted_first_tokens_come() -> None:
+    """Prompts share their steps with those that decode: by the prefill time alone nearly all would come too late."""
+    work = [request(0.4 * i, 8_192, 400, 1 + 100 * i) for i in range(400)]
+    limited = replace(baseline("s2", 1), ttft_limit_s=10.0)
+    result = simulate_coupled(work, limited)
+    served = [record for record in result.records if not record.refused]
+    assert 100 < len(served) < 400
+    late = [record for record in served[len(served) // 2 :] if record.ttft_s > 10.0]
+    assert len(late) <= len(served) / 10
+    assert any(record.ttft_s > 1.05 * record.ttft_est_s for record in served)
+
+
 def test_an_unknown_baseline_is_named() -> None:
     with pytest.raises(ValueError, match="there are vllm"):
         baseline("sglang", 1)
