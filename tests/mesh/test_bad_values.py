@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_proto.control import Failure, Ok, Pong
+from mooncake_proto.control import Failure, Ok, Ping, Pong
 from mooncake_proto.grammar import Grammar, GrammarKind
 from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, NodeId, TransferId
 from mooncake_proto.kvcache import KvEvents, KvSnapshot
@@ -211,6 +211,8 @@ def landing(mesh: Mesh) -> Iterator[TransferId]:
     fields = {"landing": transfer_id, "landing_blocks": 2, "landing_layers": _LAYERS}
     with clients.dealer(mesh.endpoint("messenger1")) as plug:
         plug.send_multipart(good(_acquire(mesh, job_id, **fields), deadline_s=_ANSWER_S))
+        plug.send_multipart(good(Ping()))  # answered when the other is under way: nobody may come before it
+        assert isinstance(clients.receive(plug, timeout_s=_ANSWER_S)[1], Pong)
         yield transfer_id
         _release(mesh, job_id)
         _refused(clients.receive(plug, timeout_s=_ANSWER_S)[1], "slice_lost")
