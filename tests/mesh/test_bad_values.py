@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from mooncake_proto import codec
 from mooncake_proto.control import Failure, Ok, Ping, Pong
+from mooncake_proto.envelope import Envelope
 from mooncake_proto.grammar import Grammar, GrammarKind
-from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, NodeId, TransferId
+from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, MessageId, NodeId, TransferId
 from mooncake_proto.kvcache import KvEvents, KvSnapshot
 from mooncake_proto.serving import CancelJob, DecodeJob, PrefillDone, PrefillJob, Rejected, Sampling, Schedule, Stopping
 from mooncake_proto.transfer import (
@@ -211,7 +213,8 @@ def landing(mesh: Mesh) -> Iterator[TransferId]:
     fields = {"landing": transfer_id, "landing_blocks": 2, "landing_layers": _LAYERS}
     with clients.dealer(mesh.endpoint("messenger1")) as plug:
         plug.send_multipart(good(_acquire(mesh, job_id, **fields), deadline_s=_ANSWER_S))
-        plug.send_multipart(good(Ping()))  # answered when the other is under way: nobody may come before it
+        # Answered when the other is under way: nobody may come before it.
+        plug.send_multipart(codec.encode(Ping(), Envelope(id=MessageId("8"))))
         assert isinstance(clients.receive(plug, timeout_s=_ANSWER_S)[1], Pong)
         yield transfer_id
         _release(mesh, job_id)
