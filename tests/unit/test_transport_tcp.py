@@ -415,12 +415,11 @@ def test_a_cut_link_is_opened_again_and_the_rest_is_sent() -> None:
         relay = Relay()
         async with tcp_pair(8 * MiB, via=relay) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=8)
-            relay.cut_after(3 * MiB)
+            relay.cut_after(3 * MiB + MiB // 2)  # in the middle of a slice: whole ones come to no such sum
             await pair.path(token).send(_slices(pair.source, MiB, 8))
             assert relay.cuts == 1
             assert pair.target == pair.source
-            # Who receives hears of it where a slice had begun to arrive.
-            assert all(error is None or isinstance(error, LinkLost) for error in pair.windows.ends)
+            assert any(isinstance(error, LinkLost) for error in pair.windows.ends)
             await pair.windows.revoke(token)
         relay.close()
 
