@@ -20,11 +20,17 @@ from mooncake_mesh.cli.values import Value
 from mooncake_mesh.config import SECTIONS, FakeConfig, RoleConfig
 from mooncake_mesh.config_pipeline import PipelineConfig
 from mooncake_mesh.config_rdma import ALIASES, RdmaConfig
+from mooncake_mesh.config_swap import SwapConfig
 from mooncake_mesh.errors import ConfigError
 
 C = TypeVar("C", bound=RoleConfig)
 
-_TABLES: Final[dict[str, type]] = {"fake": FakeConfig, "pipeline": PipelineConfig, "rdma": RdmaConfig}
+_TABLES: Final[dict[str, type]] = {
+    "fake": FakeConfig,
+    "pipeline": PipelineConfig,
+    "rdma": RdmaConfig,
+    "swap": SwapConfig,
+}
 """Nested tables, by name."""
 
 
