@@ -22,10 +22,12 @@ from mooncake_mesh.config_checks import (
     ids,
     in_chunks,
     listening,
+    one_role,
     whole_blocks,
     words,
 )
 from mooncake_mesh.config_commands import ASKING, AskingConfig
+from mooncake_mesh.config_layerwise import LayerwiseConfig
 from mooncake_mesh.config_pipeline import PipelineConfig, layer_counts
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.config_run_dir import default_run_dir
@@ -37,8 +39,6 @@ from mooncake_mesh.kv.layout import KvDtype
 
 MiB: Final = 1 << 20
 GiB: Final = 1 << 30
-
-
 ChecksumKind = config_kinds.ChecksumKind
 EngineKind = config_kinds.EngineKind
 FakeOutput = config_kinds.FakeOutput
@@ -258,6 +258,7 @@ class PrefillConfig:
     chunk_tokens: Annotated[int, "prompt tokens of one forward, whole blocks; 0 takes a prompt in one go"] = 512
     max_queued_jobs: Annotated[int, "jobs that may wait; more are refused"] = 256
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    layerwise: LayerwiseConfig = field(default_factory=LayerwiseConfig)
     queue_order: Annotated[
         QueueOrderKind, "slack: by priority, fair share and due time, where nobody loses by it; fcfs: as they come"
     ] = QueueOrderKind.SLACK
@@ -278,8 +279,7 @@ class PrefillConfig:
         at_least(self, 1, "threads", "block_tokens", "max_queued_jobs")
         whole_blocks(self.chunk_tokens, self.block_tokens)
         in_chunks(self.chunk_tokens, self.pipeline.stages)
-        if self.switchable and self.pipeline.stages > 1:
-            raise ValueError("switchable: an instance of several stages prefills only")
+        one_role(self.switchable, self.pipeline.stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
