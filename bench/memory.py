@@ -160,7 +160,7 @@ def _tell(args: argparse.Namespace, held: Peak, whole: Peak) -> None:
         met=saved_bytes >= (1 - _AIM) * planned_bytes,
     )
     report.note(
-        f"plan: layers × {args.prompt_tokens:,} tokens × {held.token_layer_bytes:,} bytes; the growth has activations too"
+        f"plan: layers × {args.prompt_tokens:,} tokens × {held.token_layer_bytes:,} bytes; activations grow with it"
     )
     if args.prompt_tokens > held.context_tokens:
         report.note(f"the model was trained for {held.context_tokens:,} tokens: memory is measured, not what it draws")
