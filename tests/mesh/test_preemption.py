@@ -101,3 +101,32 @@ def test_who_waits_too_long_is_placed_again(mesh: Mesh) -> None:
     assert mesh.find_log("decode0", "job_preempted", swapped=True) is not None
     assert mesh.find_log("decode0", "job_failed", code="no_free_blocks") is not None
     mesh.wait_idle()
+
+
+def held_blocks(mesh: Mesh) -> int:
+    """Blocks of the decode node that somebody has."""
+    [load] = [state.load for state in mesh.status().cluster.members if state.member.instance_id == "messenger1"]
+    return load.blocks_total - load.blocks_free - load.blocks_evictable
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
+def test_what_two_prompts_of_one_batch_share_is_stored_once(mesh: Mesh, sampling: dict[str, Any]) -> None:
+    """Four of their five blocks; both are on their way at once, so neither finds what the other one has."""
+    shared = f"{sampling}: four blocks that both of these prompts begin with".ljust(64, ".")[:64]
+    prompts = [f"{shared}a..", f"{shared}b.."]
+    mesh.restart("prefill0", "--fake-prefill-s-per-token=0.004")
+    mesh.restart("decode0", "--fake-decode-s-base=0.2")
+    mesh.wait_healthy()
+    with (
+        Stream(mesh.http, prompts[0], 12, sampling) as one,
+        Stream(mesh.http, prompts[1], 12, sampling) as other,
+    ):
+        one.wait_chunks(1)
+        other.wait_chunks(1)
+        mesh.wait(lambda: held_blocks(mesh) == 4 + 2 or None, what="shared blocks to be stored once")
+        texts = [one.result(), other.result()]
+    landed = [event for event in mesh.logs("decode0") if event["event"] == "kv_landed"]
+    assert [event["cached_blocks"] for event in landed] == [0, 0]
+    mesh.wait_idle()
+    alone = [clients.complete(mesh.http, prompt, 12, **sampling) for prompt in prompts]
+    assert texts == alone
