@@ -19,6 +19,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 
 from mooncake_mesh.engine.attention import IMPLEMENTATION, LayerCall, attention_pass, chunk_attention
 from mooncake_mesh.engine.kv_storage import torch_dtype
+from mooncake_mesh.engine.packing import can_pack, pack
 from mooncake_mesh.engine.stage_model import first_and_last_hidden, stage_class, stage_config
 from mooncake_mesh.errors import ConfigError, ModelError, UnsupportedModel
 from mooncake_mesh.kv.layers import LayerRange, StagePart
@@ -84,6 +85,8 @@ def load_model(
         probe_stage(model, layout, layers)
     else:
         probe_attention(model, layout)
+    if can_pack(model):
+        pack(model)
     return LoadedModel(
         model=model,
         layout=layout,
