@@ -26,6 +26,7 @@ from bench.load import Connection
 from bench.mesh import LocalMesh, local_mesh
 from bench.pipeline_chart import ChunkRun, plot, text_chart, undisturbed_s
 from bench.report import Report
+from mooncake_mesh.config_layerwise import LayerwiseConfig, Overlap
 from mooncake_mesh.kv.layout import KvDtype
 
 _AIM = 1.7
@@ -86,7 +87,13 @@ def main() -> None:
 def _measure_layers(args: argparse.Namespace) -> None:
     from mooncake_mesh.engine.runner import TransformersEngine  # needs torch
 
-    engine = TransformersEngine.load(args.model, dtype=KvDtype(args.dtype), block_tokens=16, threads=1)
+    engine = TransformersEngine.load(
+        args.model,
+        dtype=KvDtype(args.dtype),
+        block_tokens=16,
+        threads=1,
+        layerwise=LayerwiseConfig(overlap=Overlap.OFF),  # each layer is told of when it is written
+    )
     layout = engine.spec.layout
     engine.bind(memoryview(bytearray(layout.blocks_for(pipeline_layers.TOKENS) * layout.block_bytes)))
     report = Report("pipeline", f"{args.model}, {args.dtype}, layers in a chunk of {pipeline_layers.TOKENS:,} tokens")

@@ -84,7 +84,8 @@ class Load:
     tokens) of every running one; ``decoded_tokens`` is what a finished one had decoded here, on average of late.
     ``recent_steps`` are the (sequences, tokens of KV, seconds) of the last few of ``steps``, newest last; ``step_s`` is
     their moving average, ``max_batch`` how many sequences a step takes, and ``blocks_total`` how many blocks it can
-    decode at a time, 0: all of its node's. ``queued_prompts`` are those it computes itself.
+    decode at a time, 0: all of its node's. ``queued_prompts`` are those it computes itself. ``preemptions`` times a
+    sequence has made room for another one so far, and ``swapped_jobs`` wait for room to come back.
     Messenger: ``recent_copies`` are the (bytes, seconds) of the last few of ``copies`` prefixes that it had from other
     nodes, newest last.
     """
@@ -119,6 +120,8 @@ class Load:
     steps: Natural = 0
     max_batch: Natural = 0
     recent_steps: tuple[tuple[Natural, Natural, float], ...] = ()
+    preemptions: Natural = 0
+    swapped_jobs: Natural = 0
     copies: Natural = 0
     recent_copies: tuple[tuple[Natural, float], ...] = ()
 

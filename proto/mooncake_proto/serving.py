@@ -270,7 +270,8 @@ class DecodeJob:
     """Expect the KV of ``tokens`` under ``transfer_id``, or compute it by ``inline_prefill``; then decode.
 
     ``key_root`` continues the chain of block keys. With a ``gate`` decoding begins when that lets it, which the
-    gateway hears by DecodeGranted; ``first_token_within_s`` is what is left of the time to the first token.
+    gateway hears by DecodeGranted; ``first_token_within_s`` is what is left of the time to the first token. Lower
+    ``priority`` is more urgent: where KV has no room, others go first.
     """
 
     job_id: JobId
@@ -288,6 +289,7 @@ class DecodeJob:
     first_token_within_s: float | None = None
     tenant: str = ""
     inline_prefill: InlinePrefill | None = None
+    priority: int = 0
 
 
 @message("serving.first_token")

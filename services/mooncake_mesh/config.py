@@ -22,22 +22,23 @@ from mooncake_mesh.config_checks import (
     ids,
     in_chunks,
     listening,
+    one_role,
     whole_blocks,
     words,
 )
 from mooncake_mesh.config_commands import ASKING, AskingConfig
+from mooncake_mesh.config_layerwise import LayerwiseConfig
 from mooncake_mesh.config_pipeline import PipelineConfig, layer_counts
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.config_run_dir import default_run_dir
 from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, LoadMeasure, PlacementKind, QueueOrderKind
+from mooncake_mesh.config_swap import SwapConfig
 from mooncake_mesh.config_tenants import tenant_shares
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.layout import KvDtype
 
 MiB: Final = 1 << 20
 GiB: Final = 1 << 30
-
-
 ChecksumKind = config_kinds.ChecksumKind
 EngineKind = config_kinds.EngineKind
 FakeOutput = config_kinds.FakeOutput
@@ -257,6 +258,7 @@ class PrefillConfig:
     chunk_tokens: Annotated[int, "prompt tokens of one forward, whole blocks; 0 takes a prompt in one go"] = 512
     max_queued_jobs: Annotated[int, "jobs that may wait; more are refused"] = 256
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    layerwise: LayerwiseConfig = field(default_factory=LayerwiseConfig)
     queue_order: Annotated[
         QueueOrderKind, "slack: by priority, fair share and due time, where nobody loses by it; fcfs: as they come"
     ] = QueueOrderKind.SLACK
@@ -277,8 +279,7 @@ class PrefillConfig:
         at_least(self, 1, "threads", "block_tokens", "max_queued_jobs")
         whole_blocks(self.chunk_tokens, self.block_tokens)
         in_chunks(self.chunk_tokens, self.pipeline.stages)
-        if self.switchable and self.pipeline.stages > 1:
-            raise ValueError("switchable: an instance of several stages prefills only")
+        one_role(self.switchable, self.pipeline.stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +300,7 @@ class DecodeConfig:
     block_tokens: Annotated[int, "tokens of a KVCache block; equal in the whole mesh"] = 16
     max_batch: Annotated[int, "sequences in one decode step"] = 64
     max_waiting_jobs: Annotated[int, "jobs that may wait for KV or for a place; more are refused"] = 256
+    swap: SwapConfig = field(default_factory=SwapConfig)
     switchable: Annotated[bool, "take the other role, prefill or decode, when the conductor says so"] = False
     drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
     fake: FakeConfig = FakeConfig()

@@ -57,6 +57,11 @@ def in_chunks(chunk_tokens: int, stages: int) -> None:
         raise ValueError("chunk_tokens: must be above 0 where an instance has stages: they work on chunks")
 
 
+def one_role(switchable: bool, stages: int) -> None:
+    if switchable and stages > 1:
+        raise ValueError("switchable: an instance of several stages prefills only")
+
+
 def connected_each(name: str, endpoints: Sequence[str]) -> None:
     """The one field holds endpoints to connect to."""
     for endpoint in endpoints:

@@ -183,6 +183,36 @@ def test_a_seeded_request_survives_its_decode_worker(served: Served, reference: 
     served.mesh.wait_healthy(60)
 
 
+def test_sequences_that_push_each_other_out_of_the_pool_draw_the_same(reference: "GreedyReference") -> None:
+    """6 blocks at the decode node; the sequences grow to 2 and 5."""
+    prompts = [reference.prompt(5, seed=1), reference.prompt(47, seed=3)]
+    flags = {
+        "conductor": [*PATIENT["conductor"], "--wip-limit=100"],
+        "messenger1": ["--arena-bytes=4.5MiB"],
+        "decode": ["--swap-patience-s=120"],
+    }
+    sampled = {"temperature": 0.9, "seed": 11, "logprobs": 2, "max_tokens": N_FEW}
+    with (
+        Mesh(engine="transformers", model=DEFAULT_MODEL, dtype="float32", flags=flags, ready_s=120) as mesh,
+        Served(mesh) as served,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        alone = [served.complete(prompt, **sampled) for prompt in prompts]
+        assert mesh.find_log("decode0", "job_preempted") is None
+        together = list(threads.map(lambda prompt: served.complete(prompt, **sampled), prompts))
+        greedy = list(threads.map(lambda prompt: served.complete(prompt, max_tokens=N_FEW), prompts))
+        back = [event["event"] for event in mesh.logs("decode0")].count("job_back")
+        assert mesh.find_log("decode0", "job_failed") is None, "nobody was placed again"
+    assert back >= 2
+    assert [tokens_of(answer) for answer in together] == [tokens_of(answer) for answer in alone]
+    for one, other in zip(together, alone, strict=True):
+        logprobs = one.choices[0].logprobs.token_logprobs
+        assert logprobs == pytest.approx(other.choices[0].logprobs.token_logprobs, abs=1e-3)
+    assert [tokens_of(answer) for answer in greedy] == [
+        reference.picks(prompt, tokens_of(answer)) for prompt, answer in zip(prompts, greedy, strict=True)
+    ]
+
+
 def test_bfloat16_answers() -> None:
     """Started as users do it."""
     with (

@@ -76,9 +76,7 @@ def fill(mesh: Mesh, stack: ExitStack, n: int = 4) -> list[Stream]:
     """*n* streams under way, one after the other, so that each decode instance gets every second one."""
     streams = []
     for i in range(n):
-        streams.append(stack.enter_context(stream(mesh, i)))
-        streams[-1].wait_chunks(1)
-        running(mesh, i + 1)
+        streams += fill_one(mesh, stack, i)
     return streams
 
 
@@ -97,6 +95,46 @@ def test_baseline_refuses_at_decode_what_would_make_steps_too_long(mesh: Mesh) -
         assert not any(other.is_over for other in streams)
     mesh.wait_idle()
     assert clients.complete(mesh.http, "now there is room", 5) == clients.expected_text("now there is room", 5)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "seeded"])
+def test_refused_at_decode_it_is_decoded_elsewhere_with_the_same_text(mesh: Mesh, sampling: dict[str, object]) -> None:
+    """Both instances are full when it is placed; when its prompt is computed, only the other one has a place."""
+    admitting(mesh, "baseline")
+    prompt = f"with {sampling} " + "a prompt that takes three seconds to compute, " * 32
+    with ExitStack() as stack:
+        streams, owners = [], []
+        for i in range(4):
+            before = _running_by_instance(mesh)
+            streams += fill_one(mesh, stack, i)
+            [owner] = [name for name, n in _running_by_instance(mesh).items() if n > before[name]]
+            owners.append(owner)
+        with Stream(mesh.http, prompt, 12, sampling) as stream:
+            where = mesh.wait(lambda: _waiting_at(mesh), what="it to be placed")
+            for other, owner in zip(streams, owners, strict=True):
+                if owner != where:
+                    other.disconnect()
+            text = stream.result()
+        assert mesh.find_log(where, "job_failed", code="decode_refused") is not None
+    mesh.wait_idle()
+    assert text == clients.complete(mesh.http, prompt, 12, **sampling)
+
+
+def fill_one(mesh: Mesh, stack: ExitStack, i: int) -> list[Stream]:
+    one = stack.enter_context(stream(mesh, i))
+    one.wait_chunks(1)
+    running(mesh, i + 1)
+    return [one]
+
+
+def _running_by_instance(mesh: Mesh) -> dict[str, int]:
+    members = mesh.status().cluster.members
+    return {str(s.member.instance_id): s.load.running_jobs for s in members if s.member.role is Role.DECODE}
+
+
+def _waiting_at(mesh: Mesh) -> str | None:
+    members = [s for s in mesh.status().cluster.members if s.member.role is Role.DECODE and s.load.queued_jobs]
+    return str(members[0].member.instance_id) if members else None
 
 
 def test_hold_keeps_first_tokens_back_until_there_is_a_place(mesh: Mesh) -> None:

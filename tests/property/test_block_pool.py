@@ -227,6 +227,26 @@ class PoolMachine(RuleBasedStateMachine):
         if mine:
             self.seal(holder, mine[0], key)
 
+    @rule(holder=holders, block=blocks, pick=st.integers(0, N_BLOCKS))
+    def exchange(self, holder: str, block: BlockId, pick: int) -> None:
+        """Its own block, if it has one, for any other."""
+        mine = [b for b, owner in self.model.owner.items() if owner == holder]
+        own = mine[pick % len(mine)] if mine and pick else block
+        is_own = self.model.owner.get(own) == holder and not self.model.writes.get(own)
+        sealed = sorted(self.model.key)
+        twin = sealed[pick % len(sealed)] if sealed else block
+        held = self.model.held.get(holder, [])
+        if not is_own or twin not in self.model.key or twin in held:
+            with pytest.raises(InvalidTransition):
+                self.pool.exchange(holder, {own: twin})
+            return
+        self.pool.exchange(holder, {own: twin})
+        held[held.index(own)] = twin
+        self.model.uses[twin] += 1
+        self.model.given_up[own] = self.model.tick()
+        del self.model.owner[own]
+        self.model.generation[own] += 1
+
     @rule(first=st.integers(0, len(KEYS) - 1), n=st.integers(1, 3), tenant=tenants)
     def run_job(self, first: int, n: int, tenant: str) -> None:
         """A whole job, which leaves blocks that can be evicted."""

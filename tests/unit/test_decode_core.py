@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mooncake_mesh.decode.core import DecodeCore
+from mooncake_mesh.decode.growth import blocks_back
 from mooncake_mesh.decode.sequences import MOVES, DecodeSequence, GateVerdicts, NewToken, QueueFull, SequenceStage
 from mooncake_mesh.errors import Aborted, DecodeRefused, InvalidTransition
 from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
@@ -302,6 +303,103 @@ def test_a_finished_one_gives_its_room_before_anybody_goes() -> None:
     c.forget(done)
     c.wants_growth()
     assert c.grown(a, []) is a
+
+
+# --- out of the arena and back ----------------------------------------------------------------------------------------
+
+
+def away(c: DecodeCore, sequence: DecodeSequence) -> None:
+    c.preempt(sequence)
+    sequence.blocks = []
+    sequence.swaps += 1
+
+
+def test_the_lowest_class_goes_before_the_youngest() -> None:
+    c = core()
+    a = ready(c, "a")
+    batch_work = c.submit(replace(job("b"), priority=100), 0.0)
+    assert isinstance(batch_work, DecodeSequence)
+    c.landed(batch_work, range(3))
+    c.first_token(JobId("b"), 50)
+    young = ready(c, "c", blocks=3)
+    step(c)
+    c.wants_growth()
+    assert c.grown(a, []) is batch_work
+    c.preempt(batch_work)
+    assert c.grown(a, []) is None, "its blocks are about to come"
+    batch_work.blocks = []
+    assert c.grown(a, []) is young
+
+
+def test_what_a_running_step_draws_for_one_that_goes_is_dropped() -> None:
+    c = core()
+    a, b = ready(c, "a", blocks=2), ready(c, "b", blocks=2)
+    batch = c.plan_step()
+    c.preempt(b)
+    assert [new.sequence for new in c.step_finished(batch, [9, 9])] == [a]
+    assert (b.length, names(c.plan_step()), c.n_swapped) == (4, ["a"], 1)
+    assert (c.n_waiting, c.running_tokens) == (0, 9), "it counts as decoded"
+
+
+def test_who_is_away_comes_back_when_nobody_is_short_of_room_the_first_one_first() -> None:
+    c = core()
+    a, b, urgent = ready(c, "a"), ready(c, "b", blocks=4), ready(c, "c", blocks=4)
+    urgent.job = replace(urgent.job, priority=-1)
+    for sequence in (b, urgent):
+        away(c, sequence)
+    assert c.next_back() is None, "a has no block for its next token"
+    a.blocks += range(7)
+    assert c.next_back() is urgent
+    urgent.is_coming_back = True
+    assert c.next_back() is None, "one at a time"
+    urgent.is_coming_back = False
+    urgent.stop = Aborted("cancelled")
+    assert c.next_back() is b
+
+
+def test_nobody_comes_back_who_still_has_his_blocks() -> None:
+    c = core()
+    a = ready(c, "a", blocks=4)
+    c.preempt(a)
+    assert c.next_back() is None
+
+
+@pytest.mark.parametrize("cached", [0, 1, 2])
+def test_who_is_back_goes_on_and_shares_what_the_pool_has_lost(cached: int) -> None:
+    c = core()
+    a = ready(c, "a", 5, blocks=20)
+    for _ in range(6):
+        step(c)
+    assert (a.length, a.position) == (12, 11)
+    whole = c.whole_blocks(a)
+    assert whole is None, "few, and it runs"
+    away(c, a)
+    whole = c.whole_blocks(a)
+    assert whole is not None
+    assert (whole.first_block, len(whole.keys)) == (1, 1)
+    keys = [*join_keys_of(a), *whole.keys]
+    c.back(a, [9, 8, 7, 6], cached, 3.0)
+    assert (a.stage, a.blocks, names(c.plan_step())) == (SequenceStage.READY, [9, 8, 7, 6], ["a"])
+    c.preempt(a)
+    again = c.whole_blocks(a)
+    if cached < 2:
+        assert again is not None
+        assert (again.first_block, list(again.keys)) == (cached, keys[cached:])
+    else:
+        assert again is None
+
+
+def join_keys_of(sequence: DecodeSequence) -> list[BlockKey]:
+    return chain(ROOT, sequence.job.tokens, BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize(("max_new", "blocks"), [(100, 6), (7, 3), (2, 2)])
+def test_who_comes_back_gets_room_to_go_on_but_no_more_than_it_may_fill(max_new: int, blocks: int) -> None:
+    c = core()
+    a = ready(c, "a", 5, blocks=20, max_new=max_new)
+    away(c, a)
+    assert blocks_back(a, BLOCK_TOKENS) == blocks
+    assert not c.wants_growth()
 
 
 # --- gates ------------------------------------------------------------------------------------------------------------

@@ -47,15 +47,18 @@ def test_pages_have_the_layouts_shape() -> None:
     assert not arena[0, :, :, 1:].any()
 
 
-def test_what_is_written_is_read() -> None:
+@pytest.mark.parametrize("blocks", [[9, 3, 11, 0], [4, 5, 6, 7], [2, 3, 8, 9]])
+def test_what_is_written_is_read(blocks: list[int]) -> None:
     pages, _ = bound()
     new = values(1, 0, 14)
-    blocks = [9, 3, 11, 0]
     for layer in range(3):
         pages.write_layer(layer, blocks, 0, new[layer])
     for start, end in ((0, 14), (3, 5), (4, 8), (13, 14)):
         out = torch.empty(3, 2, 2, end - start, 4)
         pages.read_all(blocks, start, end, out)
+        assert torch.equal(out, new[:, :, :, start:end])
+        for layer in range(3):
+            pages.read_positions(layer, blocks, start, end, out[layer].zero_())
         assert torch.equal(out, new[:, :, :, start:end])
     for end in (1, 4, 14):
         out = torch.empty(2, 2, end, 4)

@@ -21,10 +21,11 @@ from transformers import (  # noqa: E402
     Qwen2ForCausalLM,
 )
 
+from mooncake_mesh.config_layerwise import LayerwiseConfig, Overlap  # noqa: E402
 from mooncake_mesh.engine.api import DecodeSlot, PrefillChunk, SampleRequest  # noqa: E402
 from mooncake_mesh.engine.attention import IMPLEMENTATION  # noqa: E402
 from mooncake_mesh.engine.model import LoadedModel, probe_attention  # noqa: E402
-from mooncake_mesh.engine.runner import TransformersEngine  # noqa: E402
+from mooncake_mesh.engine.runner import DEFAULT_LAYERWISE, TransformersEngine  # noqa: E402
 from mooncake_mesh.kv.layers import LayerRange  # noqa: E402
 from mooncake_mesh.kv.layout import KvDtype, layout_from_config  # noqa: E402
 from mooncake_proto.serving import Sampling  # noqa: E402
@@ -75,7 +76,12 @@ def model(request: pytest.FixtureRequest) -> Any:
     return CONFIGS[request.param]().eval().requires_grad_(False)
 
 
-def make_engine(model: Any, dtype: KvDtype = KvDtype.FLOAT32, context_bytes: int = 1 << 30) -> TransformersEngine:
+def make_engine(
+    model: Any,
+    dtype: KvDtype = KvDtype.FLOAT32,
+    context_bytes: int = 1 << 30,
+    layerwise: LayerwiseConfig = DEFAULT_LAYERWISE,
+) -> TransformersEngine:
     """An engine over *model*'s weights; *model* itself stays as it is."""
     paged = type(model)(model.config.__class__(**model.config.to_dict()))
     paged.load_state_dict(model.state_dict())
@@ -85,7 +91,9 @@ def make_engine(model: Any, dtype: KvDtype = KvDtype.FLOAT32, context_bytes: int
     probe_attention(paged, layout)
     layers = LayerRange.whole(layout.layers)
     loaded = LoadedModel(model=paged, layout=layout, vocab_size=128, max_context_tokens=512, layers=layers)
-    return TransformersEngine(loaded, name="tiny", fingerprint="f", folder=Path(), context_bytes=context_bytes)
+    return TransformersEngine(
+        loaded, name="tiny", fingerprint="f", folder=Path(), context_bytes=context_bytes, layerwise=layerwise
+    )
 
 
 def bound_engine(model: Any, **options: Any) -> tuple[TransformersEngine, np.ndarray]:
@@ -206,6 +214,29 @@ def test_a_prefix_is_reused(model: Any) -> None:
         assert tokens == reference(model, PROMPT, 16)
 
 
+LAYERWISE = [
+    pytest.param(LayerwiseConfig(overlap=overlap, budget=budget), id=f"{overlap.value}-{budget or 'all'}")
+    for overlap in Overlap
+    for budget in (0, 1, 2, 30)
+]
+
+
+@pytest.mark.parametrize("layerwise", LAYERWISE)
+def test_however_its_layers_are_loaded_and_stored_a_prompt_is_the_same(model: Any, layerwise: LayerwiseConfig) -> None:
+    source, source_arena = bound_engine(model)
+    prefill(source, PROMPT[:24], [0, 1, 2], name="p")
+    target, target_arena = bound_engine(model, layerwise=layerwise)
+    move_blocks(source, source_arena, [0, 1, 2], target_arena, SCATTERED)
+    reported: list[int] = []
+    first = prefill(target, PROMPT, SCATTERED, name="d", start=24, chunk_tokens=9, on_layer=reported.append)
+    layers = target.spec.layout.layers
+    assert reported == [*range(layers)] * 3, "each chunk tells of each layer once, in order"
+    if 0 < layerwise.budget < layers:
+        assert target.kv_bytes == 1024 * layerwise.budget * target.spec.layout.token_bytes // layers
+    tokens = decode(target, SCATTERED, name="d", prompt_tokens=len(PROMPT), first=first, n=10)
+    assert tokens == reference(model, PROMPT, 10)
+
+
 def test_every_corrupted_slice_changes_the_output(model: Any) -> None:
     engine, arena = bound_engine(model)
     first = prefill(engine, PROMPT, SCATTERED, name="p")
@@ -249,10 +280,11 @@ def test_contexts_beyond_the_budget_are_dropped_and_made_anew(model: Any) -> Non
         assert tokens == reference(model, PROMPT[: 40 + i], len(tokens))
 
 
-def test_each_layer_is_in_the_arena_when_it_is_reported(model: Any) -> None:
+@pytest.mark.parametrize("overlap", Overlap)
+def test_each_layer_is_in_the_arena_when_it_is_reported(model: Any, overlap: Overlap) -> None:
     whole, whole_arena = bound_engine(model)
     prefill(whole, PROMPT, SCATTERED, name="s")
-    engine, arena = bound_engine(model)
+    engine, arena = bound_engine(model, layerwise=LayerwiseConfig(overlap=overlap))
     layout = engine.spec.layout
     done = whole_arena.reshape(64, layout.layers, -1).view(np.float32)
     reported: list[int] = []
@@ -260,15 +292,16 @@ def test_each_layer_is_in_the_arena_when_it_is_reported(model: Any) -> None:
     def on_layer(layer: int) -> None:
         now = arena.reshape(64, layout.layers, -1).view(np.float32)
         np.testing.assert_array_equal(now[:, : layer + 1], done[:, : layer + 1])
-        assert not now[:, layer + 1 :].any()
+        assert overlap is Overlap.ON or not now[:, layer + 1 :].any(), "it is told of at once"
         reported.append(layer)
 
     prefill(engine, PROMPT, SCATTERED, name="s", on_layer=on_layer)
     assert reported == list(range(layout.layers))
 
 
-def test_a_forward_that_is_stopped_leaves_nothing_wrong_behind(model: Any) -> None:
-    engine, _ = bound_engine(model)
+@pytest.mark.parametrize("layerwise", LAYERWISE)
+def test_a_forward_that_is_stopped_leaves_nothing_wrong_behind(model: Any, layerwise: LayerwiseConfig) -> None:
+    engine, _ = bound_engine(model, layerwise=layerwise)
     first = prefill(engine, PROMPT[:20], SCATTERED, name="s")
 
     def stop(layer: int) -> None:

@@ -223,6 +223,25 @@ def test_what_has_landed_is_shared_once_whole_blocks_only(core: MessengerCore) -
     assert core.pool.state(BlockId(acquired.blocks[2])) is BlockState.RESERVED
 
 
+def test_what_two_landings_share_is_stored_once(core: MessengerCore) -> None:
+    first = got(core, want("one", 3, A, B, landing="t"))
+    second = got(core, want("two", 3, A, B, C, landing="u"))
+    assert core.pool.free_blocks == N_BLOCKS - 6
+    land_all(core, "t")
+    land_all(core, "u")
+    assert core.blocks_of(JobId("one")) == first.blocks
+    assert core.blocks_of(JobId("two")) == (*first.blocks[:2], second.blocks[2])
+    assert core.pool.free_blocks == N_BLOCKS - 4
+    landing = core.landing(TransferId("u"))
+    assert landing is not None
+    core.settle(landing)
+    core.release(JobId("one"), "over")
+    assert [core.pool.state(BlockId(block)) for block in first.blocks[:2]] == [BlockState.SEALED] * 2
+    assert core.pool.evictable_blocks == 0, "the other one has them still"
+    assert core.grow(JobId("two"), 1), "and grows behind them"
+    assert core.blocks_of(JobId("two"))[:2] == first.blocks[:2]
+
+
 def test_settling_a_landing_whose_job_is_gone_means_nothing(core: MessengerCore) -> None:
     got(core, want("j", 1, A, landing="t"))
     landing = core.landing(TransferId("t"))

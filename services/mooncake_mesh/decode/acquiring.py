@@ -1,7 +1,9 @@
-"""What a decode worker asks its messenger for when a job comes. Pure."""
+"""What a decode worker asks its messenger for when a job comes, or comes back. Pure."""
 
 from dataclasses import replace
 
+from mooncake_mesh.decode.growth import blocks_back
+from mooncake_mesh.decode.preemption import swap_keys
 from mooncake_mesh.decode.sequences import DecodeSequence
 from mooncake_mesh.kv.layout import KvLayout
 from mooncake_mesh.mesh.arena import Holder
@@ -34,4 +36,22 @@ def blocks_request(sequence: DecodeSequence, layout: KvLayout, me: Holder) -> Ac
         landing=job.transfer_id,
         landing_blocks=layout.blocks_for(sequence.prompt_tokens),
         landing_layers=layout.layers,
+    )
+
+
+def return_request(sequence: DecodeSequence, layout: KvLayout, me: Holder) -> Acquire:
+    """Blocks for a sequence that comes back: those of its whole blocks that are in the arena, and fresh ones.
+
+    Nothing is read from SSD: the worker has it in memory.
+    """
+    keys = swap_keys(sequence, layout.block_tokens)
+    return Acquire(
+        job_id=sequence.arena_job,
+        instance_id=me.instance_id,
+        incarnation=me.incarnation,
+        keys=b"".join(keys),
+        n_blocks=blocks_back(sequence, layout.block_tokens),
+        max_cached_blocks=len(keys),
+        tenant=sequence.job.tenant,
+        read_limit_blocks=0,
     )

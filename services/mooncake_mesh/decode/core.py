@@ -12,8 +12,9 @@ A job with a gate joins no batch, and its first token is shown to nobody, before
 one that is refused is for the caller to stop.
 
 A sequence is *stalled* in a step when its next token has no block yet: growth is asked for ahead of need, and a
-sequence that cannot get any makes the youngest one give its place back (its request is placed again with the tokens
-drawn so far, so its text does not change).
+sequence that cannot get any makes another one go (see preemption.py). Either way the text of that one does not change:
+READY or RUNNING, it is SWAPPED and READY again later, or it is STOPPED, and its request placed again with the tokens
+drawn so far.
 """
 
 from bisect import bisect_left
@@ -23,11 +24,11 @@ from math import inf
 from operator import attrgetter
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
+from mooncake_mesh.decode.growth import GROW_AHEAD_TOKENS, is_short, room_tokens, wanted_blocks
+from mooncake_mesh.decode.preemption import first_back, first_to_go, swap_keys
 from mooncake_mesh.decode.sequences import (
     ACTIVE,
+    BEGUN,
     MOVES,
     DecodeSequence,
     GateVerdicts,
@@ -35,19 +36,19 @@ from mooncake_mesh.decode.sequences import (
     QueueFull,
     SequenceStage,
     WholeBlocks,
+    candidates,
+    room_for_tokens,
+    seal_whole_blocks,
 )
 from mooncake_mesh.errors import InvalidTransition
-from mooncake_mesh.kv.block_hash import chain, token_bytes
 from mooncake_mesh.policy.cost_model import StepCost
 from mooncake_mesh.policy.decisions import Refused
-from mooncake_mesh.policy.decode_gate import Batch, Candidate, Verdict, joining, overdue, verdicts
+from mooncake_mesh.policy.decode_gate import Batch, Verdict, joining, overdue, verdicts
 from mooncake_mesh.policy.stopping import finish_after
 from mooncake_proto.ids import BLOCK_KEY_BYTES, BlockKey, JobId
-from mooncake_proto.serving import DecodeJob, FinishReason, GateKind
+from mooncake_proto.serving import DecodeJob, FinishReason
 
 _MAX_EARLY_TOKENS: Final = 1024
-_GROW_AHEAD_TOKENS: Final = 8
-_GROW_BLOCKS: Final = 4
 _SHARE_BLOCKS: Final = 4
 _DECODED_MEMORY: Final = 0.95
 _RECENT_STEPS: Final = 4
@@ -75,6 +76,7 @@ class DecodeCore:
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=_RECENT_STEPS)
         self.decoded_tokens = 0.0
         self.steps = 0
+        self.preemptions = 0
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -85,6 +87,10 @@ class DecodeCore:
     @property
     def n_waiting(self) -> int:
         return len(self._sequences) - len(self._unheld)
+
+    @property
+    def n_swapped(self) -> int:
+        return sum(seq.stage is SequenceStage.SWAPPED for seq in self._unheld)
 
     @property
     def waiting_tokens(self) -> int:
@@ -191,8 +197,8 @@ class DecodeCore:
             return GateVerdicts()
         shown: list[DecodeSequence] = []
         refused: list[tuple[DecodeSequence, Refused]] = []
-        asking = [seq for seq in gated if not seq.is_shown and (seq.stage is SequenceStage.READY or _is_checked(seq))]
-        found = verdicts(self._shown(), _candidates(asking, now_s), self._step_cost)
+        asking = [seq for seq in gated if not seq.is_shown and (seq.stage is SequenceStage.READY or seq.is_checked)]
+        found = verdicts(self._shown(), candidates(asking, now_s), self._step_cost)
         for sequence, verdict in zip(asking, found, strict=True):
             if verdict is Verdict.GRANTED:
                 sequence.is_shown = True
@@ -201,14 +207,15 @@ class DecodeCore:
                 shown.append(sequence)
             elif isinstance(verdict, Refused):
                 refused.append((sequence, verdict))
-        landing = [seq for seq in gated if seq.stage is SequenceStage.WAITING and not _is_checked(seq)]
+        landing = [seq for seq in gated if seq.stage is SequenceStage.WAITING and not seq.is_checked]
         refused += [(seq, late) for seq in landing if (late := overdue(seq.left_s(now_s))) is not None]
         return GateVerdicts(shown=tuple(shown), granted=self._grant(now_s), refused=tuple(refused))
 
     def _grant(self, now_s: float) -> tuple[DecodeSequence, ...]:
         """Let those begin whose first token is out, whose KV is here, and for whom there is room."""
         shown = [seq for seq in self._gated.values() if seq.is_shown and seq.stage is SequenceStage.READY]
-        granted = shown[: joining(self.batch(), _candidates(shown, now_s))]
+        begun = self._of([seq for seq in self._unheld if seq.is_granted and seq.stage in BEGUN])
+        granted = shown[: joining(begun, candidates(shown, now_s))]
         for sequence in granted:
             sequence.is_granted = True
             del self._gated[sequence.job.job_id]
@@ -217,7 +224,7 @@ class DecodeCore:
     def _shown(self) -> Batch:
         """All whose first token is out, whether they are decoded already or not."""
         begun = (seq for seq in self._unheld if not seq.is_over)
-        return self._of([seq for seq in begun if seq.is_shown or (seq.is_granted and seq.stage in ACTIVE)])
+        return self._of([seq for seq in begun if seq.is_shown or (seq.is_granted and seq.stage in BEGUN)])
 
     def batch(self) -> Batch:
         """All that may be decoded now, those that are about to join included."""
@@ -282,16 +289,11 @@ class DecodeCore:
         wanted = {}
         block_tokens = self._block_tokens
         for sequence in self._unheld:
-            if len(sequence.blocks) * block_tokens - sequence.length >= _GROW_AHEAD_TOKENS:  # most, at every step
+            if len(sequence.blocks) * block_tokens - sequence.length >= GROW_AHEAD_TOKENS:  # most, at every step
                 continue
-            if sequence.stage not in ACTIVE or sequence.is_growing or sequence.stop is not None:
-                continue
-            if not sequence.is_granted:
-                continue
-            room, left = self._room_tokens(sequence), self._left_tokens(sequence)
-            if room <= min(_GROW_AHEAD_TOKENS, left - 1):
+            if not sequence.is_growing and is_short(sequence, block_tokens):
                 sequence.is_growing = True
-                wanted[sequence.job.job_id] = min(_GROW_BLOCKS, -(-(left - room) // self._block_tokens))
+                wanted[sequence.job.job_id] = wanted_blocks(sequence, block_tokens)
         return wanted
 
     def grown(self, sequence: DecodeSequence, blocks: Sequence[int]) -> DecodeSequence | None:
@@ -303,23 +305,40 @@ class DecodeCore:
         if blocks:
             sequence.blocks += blocks
             return None
-        if self._has_room(sequence) or sequence.is_over:
+        if room_tokens(sequence, self._block_tokens) > 0 or sequence.is_over:
             return None
-        if any(other.blocks and (other.stop is not None or other.is_over) for other in self._sequences.values()):
+        if any(other.blocks and other.is_leaving for other in self._sequences.values()):
             return None
-        return [other for other in self._sequences.values() if other.stage in ACTIVE][-1]
+        return first_to_go([other for other in self._sequences.values() if other.stage in ACTIVE])
 
     def whole_blocks(self, sequence: DecodeSequence) -> WholeBlocks | None:
-        """Blocks of *sequence* that can be shared: a few at a time while it runs, all whole ones once it is over."""
-        whole = sequence.position // self._block_tokens
-        first = sequence.sealed_blocks
-        if whole - first < (1 if sequence.is_over else _SHARE_BLOCKS):
+        """Blocks of *sequence* that can be shared: a few at a time while it runs, all whole ones once it leaves."""
+        return seal_whole_blocks(sequence, self._block_tokens, least=1 if sequence.is_leaving else _SHARE_BLOCKS)
+
+    # --- out of the arena and back ------------------------------------------------------------------------------------
+
+    def preempt(self, sequence: DecodeSequence) -> None:
+        """It makes room: what a running step draws for it is dropped, to be drawn again when it is back."""
+        self._move(sequence, SequenceStage.SWAPPED)
+        sequence.is_growing = False
+
+    def next_back(self) -> DecodeSequence | None:
+        """Who comes back next, as soon as there is room for all it had and to go on for a while; None while another one
+        is coming, or a sequence in the batch will need blocks soon."""
+        away = [seq for seq in self._unheld if seq.stage is SequenceStage.SWAPPED and seq.stop is None]
+        if any(seq.is_coming_back for seq in away) or any(is_short(seq, self._block_tokens) for seq in self._unheld):
             return None
-        tokens = sequence.tokens[first * self._block_tokens : whole * self._block_tokens]
-        keys = chain(sequence.last_key, token_bytes(tokens.tolist()), self._block_tokens)
-        sequence.last_key = keys[-1]
-        sequence.sealed_blocks = whole
-        return WholeBlocks(sequence=sequence, first_block=first, keys=tuple(keys))
+        return first_back([seq for seq in away if not seq.blocks])
+
+    def back(self, sequence: DecodeSequence, blocks: Sequence[int], sealed_blocks: int, now_s: float) -> None:
+        """All its KV is in *blocks*, the first *sealed_blocks* of which were in the pool: it joins the next batch."""
+        keys = swap_keys(sequence, self._block_tokens)
+        sequence.blocks = list(blocks)
+        sequence.sealed_blocks = sealed_blocks
+        sequence.last_key = keys[sealed_blocks - 1] if sealed_blocks else BlockKey(sequence.job.key_root)
+        sequence.is_growing = False
+        sequence.shown_s = now_s
+        self._move(sequence, SequenceStage.READY)
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
@@ -344,23 +363,12 @@ class DecodeCore:
 
     def _append(self, sequence: DecodeSequence, token: int) -> None:
         if sequence.length == sequence.prompt_tokens:
-            sequence.tokens = _tokens(sequence)
+            sequence.tokens = room_for_tokens(sequence)
         sequence.tokens[sequence.length] = token
         sequence.length += 1
         sequence.drawn += 1
         if sequence.is_waiting:
             self._waiting_tokens += 1
-
-    def _room_tokens(self, sequence: DecodeSequence) -> int:
-        """Further steps that fit into the blocks there are."""
-        return len(sequence.blocks) * self._block_tokens - sequence.position
-
-    def _left_tokens(self, sequence: DecodeSequence) -> int:
-        """Steps until ``max_new_tokens``."""
-        return sequence.job.stopping.max_new_tokens - sequence.drawn
-
-    def _has_room(self, sequence: DecodeSequence) -> bool:
-        return self._room_tokens(sequence) > 0
 
     def _move(self, sequence: DecodeSequence, stage: SequenceStage) -> None:
         if (sequence.stage, stage) not in MOVES:
@@ -374,25 +382,3 @@ class DecodeCore:
         if not sequence.is_waiting:
             self._waiting_tokens -= sequence.length
             self._unheld.insert(bisect_left(self._unheld, sequence.admission, key=_ADMISSION), sequence)
-
-
-def _tokens(sequence: DecodeSequence) -> npt.NDArray[np.int32]:
-    """Its prompt, and room for all that may be drawn."""
-    job, prompt = sequence.job, sequence.prompt
-    tokens = np.zeros(len(prompt) + max(1, job.stopping.max_new_tokens - job.drawn_tokens), dtype=np.int32)
-    tokens[: len(prompt)] = prompt
-    return tokens
-
-
-def _is_checked(sequence: DecodeSequence) -> bool:
-    """Whether its gate decides as soon as its prompt is computed, wherever its KV is."""
-    gate = sequence.job.gate
-    return gate is not None and gate.kind is not GateKind.HOLD
-
-
-def _candidates(sequences: Sequence[DecodeSequence], now_s: float) -> list[Candidate]:
-    return [
-        Candidate(tokens=seq.length, gate=seq.job.gate, left_s=seq.left_s(now_s))
-        for seq in sequences
-        if seq.job.gate is not None
-    ]

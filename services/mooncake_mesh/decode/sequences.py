@@ -1,6 +1,7 @@
 """The sequences of a decode instance, and what its core says of them: values of decode/core.py."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Final
@@ -10,15 +11,18 @@ import numpy.typing as npt
 
 from mooncake_mesh.engine.api import TokenFilter
 from mooncake_mesh.errors import MooncakeError
+from mooncake_mesh.kv.block_hash import chain, token_bytes
 from mooncake_mesh.policy.decisions import Refused
+from mooncake_mesh.policy.decode_gate import Candidate
 from mooncake_proto.ids import BlockKey, JobId
-from mooncake_proto.serving import DecodeJob, FinishReason
+from mooncake_proto.serving import DecodeJob, FinishReason, GateKind
 
 
 class SequenceStage(enum.Enum):
     WAITING = "waiting"
     READY = "ready"
     RUNNING = "running"
+    SWAPPED = "swapped"
     FINISHED = "finished"
     STOPPED = "stopped"
 
@@ -29,6 +33,10 @@ MOVES: Final = frozenset(
         (SequenceStage.WAITING, SequenceStage.FINISHED),  # computed here, and its first token is all there is
         (SequenceStage.READY, SequenceStage.RUNNING),
         (SequenceStage.RUNNING, SequenceStage.FINISHED),
+        (SequenceStage.READY, SequenceStage.SWAPPED),
+        (SequenceStage.RUNNING, SequenceStage.SWAPPED),
+        (SequenceStage.SWAPPED, SequenceStage.READY),
+        (SequenceStage.SWAPPED, SequenceStage.STOPPED),
         (SequenceStage.WAITING, SequenceStage.STOPPED),
         (SequenceStage.READY, SequenceStage.STOPPED),
         (SequenceStage.RUNNING, SequenceStage.STOPPED),
@@ -37,6 +45,7 @@ MOVES: Final = frozenset(
 
 
 ACTIVE: Final = frozenset({SequenceStage.READY, SequenceStage.RUNNING})
+BEGUN: Final = ACTIVE | {SequenceStage.SWAPPED}
 
 
 class QueueFull(enum.Enum):
@@ -52,8 +61,9 @@ class DecodeSequence:
 
     ``admission`` numbers the jobs of its instance. ``drawn`` counts drawn tokens over all jobs of the request.
     ``is_shown`` says that its gate has let its first token out, ``is_granted`` that it may be decoded, and ``shown_s``
-    when its first token was known and free to be shown. ``filter`` rules what may come next. ``stop`` says why the
-    sequence should end early.
+    when its first token was known and free to be shown, or since when it is back. ``filter`` rules what may come next.
+    ``stop`` says why the sequence should end early. It has been out of the arena ``swaps`` times, and
+    ``is_coming_back`` while it waits for room there.
     """
 
     admission: int
@@ -75,6 +85,8 @@ class DecodeSequence:
     shown_s: float = inf
     filter: TokenFilter | None = None
     stop: MooncakeError | None = None
+    swaps: int = 0
+    is_coming_back: bool = False
 
     @property
     def prompt(self) -> npt.NDArray[np.int32]:
@@ -83,9 +95,10 @@ class DecodeSequence:
 
     @property
     def arena_job(self) -> JobId:
-        """Its name at the messenger, who may know the same request's prefill job: both can be on one node."""
-        job_id = self.job.job_id
-        return job_id if self.job.inline_prefill is not None else JobId(f"{job_id}:decode")
+        """Its name at the messenger, who may know the same request's prefill job: both can be on one node. Each time it
+        comes back it has another one: a name that was released gets no blocks any more."""
+        name = self.job.job_id if self.job.inline_prefill is not None else f"{self.job.job_id}:decode"
+        return JobId(f"{name}:{self.swaps}" if self.swaps else name)
 
     @property
     def filter_failure(self) -> MooncakeError | None:
@@ -95,6 +108,16 @@ class DecodeSequence:
     @property
     def is_over(self) -> bool:
         return self.stage in (SequenceStage.FINISHED, SequenceStage.STOPPED)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its blocks, if it has any, are about to be given back."""
+        return self.stop is not None or self.is_over or self.stage is SequenceStage.SWAPPED
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether its gate decides as soon as its prompt is computed, wherever its KV is."""
+        return self.job.gate is not None and self.job.gate.kind is not GateKind.HOLD
 
     @property
     def is_waiting(self) -> bool:
@@ -113,6 +136,11 @@ class DecodeSequence:
         """Until its first token is due; None when that is not said."""
         within_s = self.job.first_token_within_s
         return None if within_s is None else self.admitted_s + within_s - now_s
+
+    @property
+    def left_tokens(self) -> int:
+        """Steps until ``max_new_tokens``."""
+        return self.job.stopping.max_new_tokens - self.drawn
 
     @property
     def position(self) -> int:
@@ -147,3 +175,32 @@ class WholeBlocks:
     sequence: DecodeSequence
     first_block: int
     keys: tuple[BlockKey, ...]
+
+
+def room_for_tokens(sequence: DecodeSequence) -> npt.NDArray[np.int32]:
+    """Its prompt, and room for all that may be drawn."""
+    job, prompt = sequence.job, sequence.prompt
+    tokens = np.zeros(len(prompt) + max(1, job.stopping.max_new_tokens - job.drawn_tokens), dtype=np.int32)
+    tokens[: len(prompt)] = prompt
+    return tokens
+
+
+def candidates(sequences: Sequence[DecodeSequence], now_s: float) -> list[Candidate]:
+    """What their gates are asked about; those without one are left out."""
+    return [
+        Candidate(tokens=seq.length, gate=seq.job.gate, left_s=seq.left_s(now_s))
+        for seq in sequences
+        if seq.job.gate is not None
+    ]
+
+
+def seal_whole_blocks(sequence: DecodeSequence, block_tokens: int, *, least: int) -> WholeBlocks | None:
+    """Note the blocks of *sequence* that became whole as shared, if there are *least* of them."""
+    whole, first = sequence.position // block_tokens, sequence.sealed_blocks
+    if whole - first < least:
+        return None
+    tokens = sequence.tokens[first * block_tokens : whole * block_tokens]
+    keys = chain(sequence.last_key, token_bytes(tokens.tolist()), block_tokens)
+    sequence.last_key = keys[-1]
+    sequence.sealed_blocks = whole
+    return WholeBlocks(sequence=sequence, first_block=first, keys=tuple(keys))

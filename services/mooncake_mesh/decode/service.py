@@ -6,7 +6,7 @@ socket who        what flows
 ROUTER gateways   DecodeJob, CancelJob
 ROUTER prefill    PrefillDone
 DEALER gateways   DecodeGranted, TokenBatch (one per step and gateway), JobFailed; FirstToken of prompts computed here
-DEALER messenger  Acquire with a landing, Grow, Seal, Release
+DEALER messenger  Acquire with a landing, or of one that comes back; Grow, Seal, Release
 DEALER conductor  membership
 ====== ========== =================================================================
 
@@ -27,8 +27,11 @@ from mooncake_mesh.config import DecodeConfig
 from mooncake_mesh.decode.acquiring import blocks_request
 from mooncake_mesh.decode.core import DecodeCore
 from mooncake_mesh.decode.inline_prompts import InlinePrompts, PromptEnd, first_token
-from mooncake_mesh.decode.sequences import DecodeSequence, NewToken, QueueFull
+from mooncake_mesh.decode.preemption import SwapBudget
+from mooncake_mesh.decode.room import Room
+from mooncake_mesh.decode.sequences import DecodeSequence, NewToken, QueueFull, SequenceStage
 from mooncake_mesh.decode.slots import DecodeSlots
+from mooncake_mesh.decode.swapping import ArenaBlocks, Swapping
 from mooncake_mesh.engine.api import Drawn, Engine
 from mooncake_mesh.errors import (
     Aborted,
@@ -36,7 +39,6 @@ from mooncake_mesh.errors import (
     InternalError,
     InvalidRequest,
     MooncakeError,
-    NoFreeBlocks,
     PeerUnreachable,
     Rejected,
 )
@@ -57,11 +59,10 @@ from mooncake_proto.serving import (
     TokenEntry,
 )
 from mooncake_proto.shapes import TOKEN_BYTES
-from mooncake_proto.transfer import Acquired, Grow, Grown, Seal
+from mooncake_proto.transfer import Acquired, Seal
 
 log = structlog.get_logger(__name__)
 
-_CALL_TIMEOUT_S: Final = 5.0
 _MIN_TIMEOUT_S: Final = 0.01
 _STEP_MEMORY: Final = 0.9
 
@@ -71,6 +72,7 @@ class DecodeService:
 
     def __init__(self, config: DecodeConfig, tasks: asyncio.TaskGroup, home: WorkerHome | None = None) -> None:
         self._tasks = tasks
+        self._config = config
         self._core = DecodeCore(
             block_tokens=config.block_tokens,
             max_batch=config.max_batch,
@@ -96,12 +98,26 @@ class DecodeService:
         self._engine: Engine = await self._station.load_engine()
         self._layout = self._engine.spec.layout
         self._prompts = InlinePrompts(self._station, self._engine)
+        blocks = ArenaBlocks(self._engine)
+        self._room = self._make_room(blocks)
         handlers: dict[type, Handler] = {
             DecodeJob: self._submit,
             PrefillDone: self._prefill_done,
             CancelJob: self._cancel,
         }
-        await self._station.run(self._engine, lifecycle, handlers, [self._step_forever()], self._idle)
+        await self._station.run(blocks, lifecycle, handlers, [self._step_forever()], self._idle)
+
+    def _make_room(self, blocks: ArenaBlocks) -> Room:
+        swapping = Swapping(
+            self._station,
+            self._core,
+            blocks,
+            self._changed,
+            budget=SwapBudget(most_bytes=self._config.swap.most_bytes),
+            patience_s=self._config.swap.patience_s,
+        )
+        messenger, stop, give_up = self._station.messenger, self._stop, self._give_up
+        return Room(messenger, self._tasks, self._core, swapping, self._changed, stop=stop, give_up=give_up)
 
     async def _idle(self) -> None:
         await self._over.until(lambda: None if self._core.n_jobs else True)
@@ -120,6 +136,8 @@ class DecodeService:
             max_batch=self._core.max_batch,
             recent_steps=self._core.recent_steps(),
             queued_prompts=self._prompts.waiting(),
+            preemptions=self._core.preemptions,
+            swapped_jobs=self._core.n_swapped,
         )
 
     # --- jobs in ------------------------------------------------------------------------------------------------------
@@ -212,7 +230,7 @@ class DecodeService:
         if sequence.stop is not None or sequence.is_over:
             return
         sequence.stop = why
-        if not sequence.is_landed and not self._prompts.drop(sequence):
+        if sequence.stage is SequenceStage.SWAPPED or not (sequence.is_landed or self._prompts.drop(sequence)):
             self._station.waits.interrupt(sequence.job.job_id)  # its own task waits for its KV, or for room
         elif sequence.job.job_id not in self._stepping:
             self._tasks.create_task(self._give_up(sequence, why))
@@ -277,7 +295,7 @@ class DecodeService:
         self._open_gates()
         batch = self._core.plan_step()
         if not batch:
-            self._ask_growth()
+            self._room.ask()
         return batch if batch or self._prompts.is_due else None
 
     async def _compute_chunk(self, news: Sequence[tuple[NewToken, Drawn]]) -> bool:
@@ -324,6 +342,8 @@ class DecodeService:
             drawn = []
         self._stepping = frozenset()
         for sequence in batch:
+            if sequence.stage is SequenceStage.SWAPPED:  # its own task looks after it
+                continue
             sequence.stop = sequence.stop or sequence.filter_failure
             if sequence.stop is not None:
                 self._tasks.create_task(self._give_up(sequence, sequence.stop))
@@ -347,12 +367,7 @@ class DecodeService:
                 self._tasks.create_task(self._close(new.sequence))
         for endpoint, entries in by_gateway.items():
             self._send(endpoint, entries)
-        self._ask_growth()
-
-    def _ask_growth(self) -> None:
-        wanted = self._core.wants_growth()
-        if wanted:
-            self._tasks.create_task(self._grow(wanted))
+        self._room.ask()
 
     def _send(self, endpoint: str, entries: Sequence[TokenEntry]) -> None:
         self._post(endpoint, TokenBatch(instance_id=self._station.me.instance_id, entries=tuple(entries)))
@@ -372,26 +387,6 @@ class DecodeService:
             self._station.messenger.post(seal)
         except PeerUnreachable:  # sharing is for others; a lost messenger ends this job by another way
             log.debug("seal_undelivered", job_id=sequence.job.job_id)
-
-    async def _grow(self, wanted: dict[JobId, int]) -> None:
-        sequences = [(self._core.get(job_id), n_blocks) for job_id, n_blocks in wanted.items()]
-        asking = [(sequence, n_blocks) for sequence, n_blocks in sequences if sequence is not None]
-        try:
-            request = Grow(wanted={str(sequence.arena_job): n_blocks for sequence, n_blocks in asking})
-            got = (await self._station.messenger.call(request, Grown, timeout_s=_CALL_TIMEOUT_S)).blocks
-        except MooncakeError as error:
-            log.warning("growth_failed", jobs=len(wanted), code=error.code)
-            got = {}
-        for sequence, _ in asking:
-            job_id = sequence.job.job_id
-            if self._core.get(job_id) is not sequence:
-                continue  # it ended meanwhile, and its blocks with it
-            victim = self._core.grown(sequence, got.get(sequence.arena_job, ()))
-            if victim is not None:
-                log.info("job_preempted", job_id=victim.job.job_id, for_job=job_id)
-                self._stop(victim, NoFreeBlocks("preempted: the KVCache pool of the node is full"))
-        if got:  # else only somebody's end changes anything, and that rings itself
-            self._changed.ring()
 
 
 async def run(config: DecodeConfig, lifecycle: Lifecycle) -> None:

@@ -20,6 +20,7 @@ class DecodeSlots:
             sample = SampleRequest(sampling=job.sampling, position=0, history=sequence.tokens, filter=sequence.filter)
             slot = DecodeSlot(sequence=job.job_id, token=0, position=0, blocks=sequence.blocks, sample=sample)
             self._slots[job.job_id] = slot
+        slot.blocks = sequence.blocks  # others, once it has been out of the arena
         slot.position = sequence.position
         slot.token = int(sequence.tokens[sequence.position])
         slot.sample.position = sequence.drawn

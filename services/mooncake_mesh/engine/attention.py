@@ -89,20 +89,18 @@ AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
 
 
 class PrefillPass:
-    """One chunk of one sequence. Writes each layer to the arena and reports it before attending."""
+    """One chunk of one sequence. *store* gets each layer's K and V (2, kv_heads, tokens, head_dim), then it attends."""
 
-    def __init__(self, arena: ArenaPages, span: Span, context: Context, on_layer: Callable[[int], None]) -> None:
-        self._arena = arena
+    def __init__(self, span: Span, context: Context, store: Callable[[int, torch.Tensor], None]) -> None:
         self._span = span
         self._context = context
-        self._on_layer = on_layer
+        self._store = store
         self._masks: dict[tuple[int | None, int], torch.Tensor | None] = {}
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         span = self._span
         kv = torch.cat((call.k, call.v))
-        self._arena.write_layer(call.layer, span.blocks, span.start, kv)
-        self._on_layer(call.layer)
+        self._store(call.layer, kv)
         k, v = self._context.extend(call.layer, kv)
         if call.q.is_cpu and 1 < call.q.shape[2] < k.shape[2] and (call.window is None or call.window >= span.end):
             return split_attention(call, k, v)

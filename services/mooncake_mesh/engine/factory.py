@@ -3,6 +3,7 @@
 from typing import Final
 
 from mooncake_mesh import config as settings
+from mooncake_mesh.config_layerwise import LayerwiseConfig
 from mooncake_mesh.engine.api import Engine
 from mooncake_mesh.engine.fake import FakeConfig, FakeEngine, FakeOutput, FakeTiming
 from mooncake_mesh.errors import ConfigError, ModelError
@@ -35,6 +36,7 @@ def make_engine(config: WorkerConfig, part: StagePart | None = None) -> Engine:
         device=config.device,
         threads=config.threads,
         part=part,
+        layerwise=config.layerwise if isinstance(config, settings.PrefillConfig) else LayerwiseConfig(),
     )
 
 

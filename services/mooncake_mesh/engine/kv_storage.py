@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 import torch
 
+from mooncake_mesh.engine.page_copies import read_positions, write_positions
 from mooncake_mesh.errors import InvariantViolated
 from mooncake_mesh.kv.layers import LayerRange
 from mooncake_mesh.kv.layout import KvDtype, KvLayout
@@ -55,14 +56,11 @@ class ArenaPages:
 
     def write_layer(self, layer: int, blocks: Sequence[int], start: int, kv: torch.Tensor) -> None:
         """Write one layer's *kv* (2, kv_heads, tokens, head_dim) at positions *start* onwards of a sequence."""
-        rows = kv.permute(2, 0, 1, 3).to("cpu")
-        pages, block_tokens = self.pages, self.layout.block_tokens
-        done = 0
-        while done < len(rows):
-            index, offset = divmod(start + done, block_tokens)
-            count = min(block_tokens - offset, len(rows) - done)
-            pages[blocks[index], layer, :, offset : offset + count] = rows[done : done + count].transpose(0, 1)
-            done += count
+        write_positions(self.pages, layer, blocks, start, kv)
+
+    def read_positions(self, layer: int, blocks: Sequence[int], start: int, end: int, out: torch.Tensor) -> None:
+        """Copy one layer of positions *start* to *end* into *out* (2, kv_heads, end - start, head_dim)."""
+        read_positions(self.pages, layer, blocks, start, end, out)
 
     def write_tokens(self, blocks: torch.Tensor, offsets: torch.Tensor, kv: torch.Tensor) -> None:
         """Write all layers of one token of each of several sequences: *kv* (tokens, layers, 2, kv_heads, head_dim)."""
@@ -188,6 +186,17 @@ class ContextCache:
         pinned = {span.sequence for span in spans}
         return [self._open(span, pinned) for span in spans]
 
+    def open_to_fill(self, span: Span) -> tuple[Context, torch.Tensor | None]:
+        """As :meth:`open`, for one sequence. What is missing of its prefix up to the span's start is the caller's to
+        write, each layer before it is extended: (layers, 2, kv_heads, positions, head_dim), None where it is all there.
+        """
+        context = self._place(span, {span.sequence})
+        if context is None:
+            return _Gathered(self._arena, span, self._device), None
+        missing = context.kv[:, :, :, context.length : span.start] if context.length < span.start else None
+        self._use(context, span)
+        return context, missing
+
     def commit(self, spans: Sequence[Span]) -> None:
         """The forward is done: what it wrote counts."""
         for span in spans:
@@ -200,18 +209,26 @@ class ContextCache:
             self._kept.pop(span.sequence, None)
 
     def _open(self, span: Span, pinned: set[str]) -> Context:
-        context = self._kept.get(span.sequence)
-        if context is None or context.capacity < span.end:
-            context = self._make_room(span, context, pinned)
-            if context is None:
-                return _Gathered(self._arena, span, self._device)
+        context = self._place(span, pinned)
+        if context is None:
+            return _Gathered(self._arena, span, self._device)
         if context.length < span.start:
             missing = context.kv[:, :, :, context.length : span.start]
             self._arena.read_all(span.blocks, context.length, span.start, missing, first_layer=self._layers.first)
+        self._use(context, span)
+        return context
+
+    def _place(self, span: Span, pinned: set[str]) -> _Kept | None:
+        """The sequence's context, with room for the span; None when there is none."""
+        context = self._kept.get(span.sequence)
+        if context is None or context.capacity < span.end:
+            context = self._make_room(span, context, pinned)
+        return context
+
+    def _use(self, context: _Kept, span: Span) -> None:
         context.length = span.start
         context.open(span.start, span.end)
         self._kept.move_to_end(span.sequence)
-        return context
 
     def _make_room(self, span: Span, old: _Kept | None, pinned: set[str]) -> _Kept | None:
         """A new or larger context with the old one's content, or None (and no context) when the budget is too small."""

@@ -9,9 +9,11 @@ from typing import Any, Final, Self
 import structlog
 import torch
 
+from mooncake_mesh.config_layerwise import LayerwiseConfig
 from mooncake_mesh.engine.api import DecodeSlot, Drawn, ModelSpec, PrefillChunk, TokenArray, TokenizerFile
 from mooncake_mesh.engine.attention import AttentionPass, DecodePass, PrefillPass, attention_pass
 from mooncake_mesh.engine.kv_storage import ArenaPages, ContextCache, Span, torch_dtype
+from mooncake_mesh.engine.layer_loading import ChunkContexts
 from mooncake_mesh.engine.model import LoadedModel, load_model
 from mooncake_mesh.engine.model_files import fingerprint, resolve_model, weight_files
 from mooncake_mesh.engine.sampling import draw
@@ -20,6 +22,7 @@ from mooncake_mesh.kv.layers import StagePart
 from mooncake_mesh.kv.layout import KvDtype
 
 DEFAULT_CONTEXT_BYTES: Final = 1 << 30
+DEFAULT_LAYERWISE: Final = LayerwiseConfig()
 
 log = structlog.get_logger()
 
@@ -28,7 +31,8 @@ class TransformersEngine:
     """Engine of :mod:`mooncake_mesh.engine.api` over a loaded model.
 
     ``context_bytes`` bounds the device memory for contiguous K and V of sequences in work (see
-    :mod:`mooncake_mesh.engine.kv_storage`); a sequence beyond it is slower, not wrong.
+    :mod:`mooncake_mesh.engine.kv_storage`); a sequence beyond it is slower, not wrong. ``layerwise`` says how prefill
+    copies KV between arena and device.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class TransformersEngine:
         fingerprint: str,
         folder: Path,
         context_bytes: int = DEFAULT_CONTEXT_BYTES,
+        layerwise: LayerwiseConfig = DEFAULT_LAYERWISE,
     ) -> None:
         self._model: Any = loaded.model
         self._folder = folder
@@ -56,6 +61,14 @@ class TransformersEngine:
         )
         self._arena = ArenaPages(loaded.layout)
         self._contexts = ContextCache(self._arena, self._device, context_bytes, loaded.layers)
+        self._chunks = ChunkContexts(
+            self._arena,
+            self._contexts,
+            loaded.layers,
+            self._device,
+            layer_budget=layerwise.budget,
+            overlap=layerwise.overlap,
+        )
         keeps_last = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if keeps_last else {}
         head = loaded.model.get_output_embeddings()
@@ -73,6 +86,7 @@ class TransformersEngine:
         threads: int | None = None,
         context_bytes: int = DEFAULT_CONTEXT_BYTES,
         part: StagePart | None = None,
+        layerwise: LayerwiseConfig = DEFAULT_LAYERWISE,
     ) -> Self:
         """Find, check and load *model* (a folder, a hub id or the default model's name), or its *part* for a stage.
 
@@ -88,11 +102,23 @@ class TransformersEngine:
         weight_files(folder)
         loaded = load_model(folder, dtype=dtype, block_tokens=block_tokens, device=torch.device(device), part=part)
         log.info("model_loaded", model=model, dtype=dtype.value, seconds=round(time.monotonic() - began_s, 2))
-        return cls(loaded, name=model, fingerprint=fingerprint(folder), folder=folder, context_bytes=context_bytes)
+        return cls(
+            loaded,
+            name=model,
+            fingerprint=fingerprint(folder),
+            folder=folder,
+            context_bytes=context_bytes,
+            layerwise=layerwise,
+        )
 
     @property
     def spec(self) -> ModelSpec:
         return self._spec
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV on the device: contexts of sequences in work, and the window of a layer budget."""
+        return self._contexts.kept_bytes + self._chunks.window_bytes
 
     @property
     def vocabulary(self) -> TokenizerFile:
@@ -110,16 +136,15 @@ class TransformersEngine:
         with torch.inference_mode():
             inputs, n_tokens = self._inputs(chunk)
             span = Span(sequence=chunk.sequence, blocks=chunk.blocks, start=chunk.start, end=chunk.start + n_tokens)
-            (context,) = self._contexts.open([span])
-            attention = PrefillPass(self._arena, span, context, on_layer)
             positions = torch.arange(span.start, span.end)[None]
-            if chunk.sample is None or not self._layers.has_head:
-                output = self._forward(self._model.base_model, attention, [span], positions, inputs)
-                if not self._layers.has_head:
-                    self._hidden(chunk.hidden_out).copy_(output.last_hidden_state[0])
-                return None
-            output = self._forward(self._model, attention, [span], positions, inputs, **self._last_only)
-            return draw(output.logits[:, -1], [chunk.sample])[0]
+            draws = chunk.sample is not None and self._layers.has_head
+            model, options = (self._model, self._last_only) if draws else (self._model.base_model, {})
+            with self._chunks.open(span, on_layer) as opened:
+                attention = PrefillPass(span, opened.context, opened.stores.store)
+                output = self._forward(model, attention, [span], positions, inputs, **options)
+            if not self._layers.has_head:
+                self._hidden(chunk.hidden_out).copy_(output.last_hidden_state[0])
+            return draw(output.logits[:, -1], [chunk.sample])[0] if chunk.sample is not None and draws else None
 
     def _inputs(self, chunk: PrefillChunk) -> tuple[dict[str, torch.Tensor], int]:
         """What the model takes, and how many tokens that is."""

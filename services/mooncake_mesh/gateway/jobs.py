@@ -58,6 +58,7 @@ def start_jobs(
         first_token_within_s=None if gate is None else first_token_within_s,
         tenant=request.tenant,
         inline_prefill=inline,
+        priority=request.priority,
     )
     if inline is not None:
         return StartJobs(placement=placement, prefill=None, decode=decode)

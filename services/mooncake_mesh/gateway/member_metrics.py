@@ -18,6 +18,12 @@ def member_metrics(members: Sequence[MemberState]) -> Iterator[Metric]:
     queued = _gauge("instance_queued_jobs", "Prefill: prompts that wait; decode: requests whose KV is still to come")
     running = _gauge("instance_running_jobs", "Prompts being computed, sequences being decoded")
     queued_tokens = _gauge("instance_queued_tokens", "Tokens of the queued jobs")
+    swapped = _gauge(
+        "instance_swapped_jobs", "Decode: sequences that have left the pool and wait for room to come back"
+    )
+    preempted = CounterMetricFamily(
+        f"{PREFIX}_instance_preemptions", "Decode: how often a sequence made room for another one", labels=_LABELS
+    )
     for member in members:
         if member.member.role in _WORKERS:
             who, load = _who(member), member.load
@@ -25,7 +31,10 @@ def member_metrics(members: Sequence[MemberState]) -> Iterator[Metric]:
             queued.add_metric(who, load.queued_jobs)
             running.add_metric(who, load.running_jobs)
             queued_tokens.add_metric(who, load.queued_tokens)
-    yield from (takes_work, queued, running, queued_tokens)
+        if member.member.role is Role.DECODE:
+            swapped.add_metric(_who(member), member.load.swapped_jobs)
+            preempted.add_metric(_who(member), member.load.preemptions)
+    yield from (takes_work, queued, running, queued_tokens, swapped, preempted)
     yield from _pool([member for member in members if member.member.role is Role.MESSENGER])
 
 

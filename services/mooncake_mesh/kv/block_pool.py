@@ -25,7 +25,7 @@ The pool is synchronous and has no clock: leases take the caller's. Each operati
 evicts. A refused operation leaves the pool as it was.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mooncake_mesh.errors import InvalidTransition
 from mooncake_mesh.kv.block_record import BlockRecord, BlockState
@@ -217,6 +217,28 @@ class BlockPool:
         self._sealed[key] = block
         self._events.append(PoolEvent(change=KvChange.STORED, key=key))
         return Sealed(block=block)
+
+    def exchange(self, holder: str, twins: Mapping[BlockId, BlockId]) -> None:
+        """Give each key of *twins*, which *holder* has reserved and nobody writes, back for a reference to its value, a
+        sealed block with the same content, which takes its place in the holder's chain."""
+        mine = self._held.get(holder, {})
+        for own, twin in twins.items():
+            record = self._get(own)
+            if own not in mine or record.state is not BlockState.RESERVED or record.writers:
+                raise self._illegal(own, f"exchanged by {holder}")
+            if twin in mine or self._get(twin).state is not BlockState.SEALED:
+                raise self._illegal(twin, f"taken by {holder} for a twin")
+        if not twins:
+            return
+        self._held[holder] = {twins.get(block, block): None for block in mine}
+        for own, twin in twins.items():
+            record = self._blocks[twin]
+            if record.references == 0:
+                self._victims.remove(twin)
+            record.references += 1
+            record.history.uses += 1
+            self._blocks[own].references = 0
+            self._become_free(own)
 
     def release(self, holder: str) -> None:
         """Drop everything *holder* has. Releasing an unknown holder, or twice, is fine.

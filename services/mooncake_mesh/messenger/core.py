@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 from mooncake_mesh.errors import InvalidRequest, NoFreeBlocks, SliceLost, TransferError
 from mooncake_mesh.kv.block_hash import split_keys
-from mooncake_mesh.kv.block_pool import BlockPool, NoRoom, PoolEvent, Sealed
+from mooncake_mesh.kv.block_pool import BlockPool, Duplicate, NoRoom, PoolEvent, Sealed
 from mooncake_mesh.kv.eviction import EvictionKind, eviction_policy
 from mooncake_mesh.kv.tenants import NO_QUOTAS, TenantQuotas
 from mooncake_mesh.messenger.landing import Landing, LandingState
@@ -283,13 +283,27 @@ class MessengerCore:
         return None
 
     def settle(self, landing: Landing) -> None:
-        """After writes into a landing ended: once it has landed, share its whole blocks. Again is fine."""
+        """After writes into a landing ended: once it has landed, share its whole blocks. Again is fine.
+
+        What another job has shared meanwhile under the same key is stored once: the job gets that block for its own.
+        """
         if landing.state is not LandingState.LANDED or landing.transfer_id not in self._landings:
             return
-        job = self._jobs[landing.job_id]
+        job, holder = self._jobs[landing.job_id], _holder(landing.job_id)
+        twins: dict[BlockId, BlockId] = {}
         for slot in landing.slots:
             if slot.logical < len(job.keys) and self.pool.may_write(BlockId(slot.block), slot.generation):
-                self.pool.seal(_holder(landing.job_id), BlockId(slot.block), job.keys[slot.logical])
+                outcome = self.pool.seal(holder, BlockId(slot.block), job.keys[slot.logical])
+                if isinstance(outcome, Duplicate):
+                    twins[outcome.block] = outcome.other
+        if not _is_fetch(landing):  # that one is about to end
+            self.pool.exchange(holder, twins)
+            job.blocks = [twins.get(block, block) for block in job.blocks]
+
+    def blocks_of(self, job_id: JobId) -> tuple[BlockId, ...]:
+        """A job's blocks in logical order; none of one that is gone."""
+        job = self._jobs.get(job_id)
+        return () if job is None else tuple(job.blocks)
 
     def _open(
         self, job: _Job, job_id: JobId, transfer_id: TransferId, logicals: range, layers: int, now_s: float
@@ -348,6 +362,11 @@ def _remember(table: OrderedDict[TransferId, _T], transfer_id: TransferId, what:
 
 def _holder(job_id: JobId) -> str:
     return f"job:{job_id}"
+
+
+def _is_fetch(landing: Landing) -> bool:
+    """Whether its job is one of its own, see open_fetch."""
+    return str(landing.job_id) == str(landing.transfer_id)
 
 
 def _readable_blocks(request: Acquire) -> int:

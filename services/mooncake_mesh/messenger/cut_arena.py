@@ -143,7 +143,8 @@ class CutArena:
         if request.landing is None:
             return await self._ssd.promoted(core, request, acquired)
         receiver.changed.ring()
-        return replace(acquired, landed=await receiver.landed(request.landing))
+        landed = await receiver.landed(request.landing)
+        return replace(acquired, landed=landed, blocks=core.blocks_of(request.job_id) or acquired.blocks)
 
     def _check_attached(self, request: Acquire | OpenWrite) -> None:
         if request.incarnation not in self._attached:

@@ -4,12 +4,12 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import structlog
 
 from mooncake_mesh.config import DecodeConfig, PrefillConfig
-from mooncake_mesh.engine.api import Engine
+from mooncake_mesh.engine.api import Engine, ModelSpec
 from mooncake_mesh.engine.factory import make_engine
 from mooncake_mesh.errors import Draining, MeshError, MooncakeError, PeerUnreachable, Rejected
 from mooncake_mesh.kv.layers import StagePart
@@ -41,6 +41,17 @@ would be added to a step whenever a message is being handled just as the device 
 _LAST_WORDS_S: Final = 5.0
 
 WorkerConfig = PrefillConfig | DecodeConfig
+
+
+class ArenaUser(Protocol):
+    """What is bound to the arena, and again to each that follows; on the engine thread. See Engine."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def bind(self, arena: memoryview) -> None: ...
+
+    def unbind(self) -> None: ...
 
 
 class Station:
@@ -113,7 +124,7 @@ class Station:
 
     async def run(
         self,
-        engine: Engine,
+        engine: ArenaUser,
         lifecycle: Lifecycle,
         handlers: dict[type, Handler],
         background: list[Coroutine[Any, Any, None]],
@@ -180,7 +191,7 @@ class Station:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _node_arena(self, engine: Engine) -> NodeArena:
+    def _node_arena(self, engine: ArenaUser) -> NodeArena:
         async def bind(arena: memoryview) -> None:
             await self.on_engine_thread(engine.bind, arena)
 
@@ -242,7 +253,7 @@ class Station:
         except TimeoutError:
             log.warning("stop_incomplete", waited_s=_LAST_WORDS_S)
 
-    def _member(self, engine: Engine, endpoint: str) -> Member:
+    def _member(self, engine: ArenaUser, endpoint: str) -> Member:
         spec = engine.spec
         return Member(
             role=self._role,
