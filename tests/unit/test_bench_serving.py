@@ -204,9 +204,9 @@ def test_a_peer_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch: p
 
 
 def test_the_guard_ends_daemons_too_when_it_is_let_go() -> None:
-    """The shell ends at once and leaves a process that nobody waits for."""
-    script = "sh -c 'echo $$; exec sleep 600' & exec sleep 600"
-    command = [sys.executable, "-m", "bench.guard", "setsid", "sh", "-c", script]
+    """One process in a session of its own, whose parent is gone."""
+    script = "(setsid sh -c 'echo $$; exec sleep 600' &); exec sleep 600"
+    command = [sys.executable, "-m", "bench.guard", "sh", "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as guard:
         assert guard.stdin is not None
         assert guard.stdout is not None

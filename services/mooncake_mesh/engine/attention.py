@@ -62,6 +62,11 @@ def attention_pass(attention: AttentionPass) -> Iterator[None]:
         _current.reset(token)
 
 
+def attend(call: LayerCall) -> torch.Tensor:
+    """(batch, tokens, heads, head_dim), by the pass of the forward that is running."""
+    return _current.get().attend(call)
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -77,7 +82,7 @@ def paged_attention(
     layer: Any = module.layer_idx
     other["attention_mask"] = attention_mask
     call = LayerCall(layer=layer, q=query, k=key, v=value, scaling=scaling, window=sliding_window or None, other=other)
-    return _current.get().attend(call), None
+    return attend(call), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

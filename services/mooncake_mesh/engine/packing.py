@@ -1,9 +1,8 @@
-"""Weights in the order in which oneDNN multiplies with them.
+"""Weights in the order in which oneDNN multiplies with them, for bfloat16 on the CPU.
 
-A plain bfloat16 product on the CPU puts the weights into that order every time, which for one token costs more than the
-product. Packed once, at load, a decode step of one sequence takes about 60 % of the time, and a chunk of 512 tokens
-70 % (docs/engine.md). float32 stays as it is: its product has no such order to pay for, and its results stay those of
-transformers to the last bit.
+A plain product puts the weights into that order every time, which for a few rows costs more than the product. Packed
+once, at load, they also allow what a layer does next to be part of the product: the activation, and the sum with the
+residual. float32 stays as it is: its results are those of transformers to the last bit. docs/engine.md has the figures.
 """
 
 from typing import Any, Final
@@ -16,16 +15,39 @@ _HINT_ROWS: Final = 512
 
 
 class PackedLinear(nn.Module):
-    """A linear layer that keeps its weights packed only."""
+    """The linear layers of the same input as one, their weights packed only. All have a bias, or none has."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _HINT_ROWS)
-        self._bias = None if linear.bias is None else linear.bias.detach()
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _HINT_ROWS)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
-        return product
+        return self._product(rows, "none")
+
+    def silu(self, rows: torch.Tensor) -> torch.Tensor:
+        """SiLU of the product."""
+        return self._product(rows, "swish")
+
+    def times(self, rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """The product's elements times *factors*."""
+        return self._with(rows, factors, "mul")
+
+    def plus(self, rows: torch.Tensor, summands: torch.Tensor) -> torch.Tensor:
+        """The product's elements plus *summands*."""
+        return self._with(rows, summands, "add")
+
+    def _product(self, rows: torch.Tensor, function: str) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, function, [], "")
+        return result
+
+    def _with(self, rows: torch.Tensor, other: torch.Tensor, function: str) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            rows, other, self._weight, self._bias, function
+        )
+        return result
 
 
 def can_pack(model: Any) -> bool:
