@@ -85,7 +85,7 @@ class Overload:
             best_other = max(n for other, n in good.items() if other is not AdmissionKind.HOLD)
             report.row(f"{name} goodput (baseline: baseline)", good[kind] / self.seconds, "good/s",
                        baseline=base or None, n=len(times), aim="≥ the others" if is_last else "",
-                       met=good[kind] >= best_other if is_last else None)  # fmt: skip
+                       met=0 < good[kind] >= best_other if is_last else None)  # fmt: skip
             report.row(f"{name} good requests", good[kind], f"of {len(times)}")
             report.row(
                 f"{name} served, but late", len(times) - good[kind] - sum(bool(t.error) for t in times), "requests"
