@@ -1,6 +1,7 @@
 """What the live comparison of policies asks, and how it counts; the runs themselves need a mesh."""
 
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_what_was_finished_is_told() -> None:
     assert report.rows == []
     for policy, ttft_s in ((PlacementKind.RANDOM, 2.0), (PlacementKind.LOAD_BALANCE, 3.0)):
         placement.times[policy].append(StreamTimes(sent_s=1.0, tokens_s=[1.0 + ttft_s]))
-    overload.seconds, overload.ttft_s, overload.tbt_s = 2.0, 1.0, 1.0
+    overload.seconds, overload.rounds, overload.good = 2.0, [(1.0, 1.0, 1.0)], Counter({AdmissionKind.HOLD: 1})
     overload.times[AdmissionKind.HOLD] = [StreamTimes(tokens_s=[0.5, 0.6])]
     placement.rows(report)
     overload.rows(report)
