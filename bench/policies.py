@@ -77,12 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run both parts; 0 when the measurements were made, 1 when they were cut off."""
     parser = argparse.ArgumentParser(prog="python -m bench.policies", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", choices=("transformers", "fake"), default="transformers")
-    parser.add_argument("--conversations", type=int, default=40, metavar="N")
+    parser.add_argument("--conversations", type=int, default=40, metavar="N", help="0: no placement part")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="pieces that each policy's work is cut into")
     parser.add_argument("--overload-s", type=float, default=40.0, metavar="S", help="of arrivals for each strategy")
     parser.add_argument("--overload-rounds", type=int, default=2, metavar="N", help="0: no overload part")
-    parser.add_argument("--ttft", type=float, metavar="S", help="objective under overload; 10 times the unloaded time")
-    parser.add_argument("--tbt", type=float, metavar="S", help="objective under overload; 5 times the unloaded time")
+    parser.add_argument("--ttft", type=float, metavar="S", help="objective under overload; 1.5 times P90 at capacity")
+    parser.add_argument("--tbt", type=float, metavar="S", help="objective under overload; 1.5 times P90 at capacity")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="12 conversations, and one round of 15 s under overload")
     Report.add_flags(parser)
@@ -95,10 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     placement, overload = Placement(), Overload()
     try:
         with policy_mesh(args, _LOOSE) as mesh:
-            cost = mesh.measure()
-            placement.run(mesh, args)
+            mesh.measure()
+            if args.conversations:
+                placement.run(mesh, args)
             if args.overload_rounds:
-                overload.run(mesh, cost, args)
+                overload.run(mesh, args)
         whole = True
     except KeyboardInterrupt:
         report.note("cut off: what was finished by then")

@@ -19,8 +19,6 @@ import psutil
 
 from bench.load import StreamTimes
 from bench.mesh import LocalMesh, local_mesh, prefill_node
-from mooncake_mesh.policy.cost_fit import PolynomialCost
-from mooncake_mesh.policy.cost_profile import load_kinds
 
 _ARENA_BYTES: Final = 256 << 20
 _WORKERS: Final = ("prefill0", "prefill2", "decode0")
@@ -42,14 +40,13 @@ class PolicyMesh:
         self._profile = config.with_name("cost.json")
         self._up = next(iter(mesh.processes.values())).parent()
 
-    def measure(self) -> PolynomialCost:
+    def measure(self) -> None:
         """What work takes here; every conductor from now on goes by it. Raises RuntimeError when measuring fails."""
         command = [sys.executable, "-m", "mooncake_mesh", "profile", f"--conductor={self.mesh.conductor}",
                    f"--gateway={self.mesh.sdk}", f"--output={self._profile}", *_PROFILE]  # fmt: skip
         done = subprocess.run(command, stdout=sys.stderr, check=False)
         if done.returncode:
             raise RuntimeError("the mesh could not be measured")
-        return next(iter(load_kinds(self._profile.read_text()).values()))
 
     def use(self, settings: Mapping[str, str | float]) -> None:
         """Restart the conductor with *settings* of its table; returns when it knows instances and blocks again."""

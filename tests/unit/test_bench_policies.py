@@ -8,10 +8,9 @@ import pytest
 from bench.load import StreamTimes
 from bench.policies import Placement, conversations
 from bench.policies_mesh import failed, refused, write_conductor
-from bench.policies_overload import Overload, clients_within, is_good
+from bench.policies_overload import Overload, is_good
 from bench.report import Report
 from mooncake_mesh.config_scheduling import AdmissionKind, PlacementKind
-from mooncake_mesh.policy.cost_fit import PolynomialCost
 
 
 def test_every_policy_has_the_same_conversations_in_texts_of_its_own() -> None:
@@ -34,14 +33,6 @@ def test_refusals_are_no_failures() -> None:
     for error, was_refused in (("HTTP/1.1 429 Too Many Requests", True), ("HTTP/1.1 500 Oops", False)):
         assert (refused(StreamTimes(error=error)), failed(StreamTimes(error=error))) == (was_refused, not was_refused)
     assert not failed(StreamTimes(tokens_s=[1.0]))
-
-
-def test_as_many_clients_as_a_step_has_time_for() -> None:
-    cost = PolynomialCost(
-        prefill_base_s=0.0, prefill_token_s=0.0, prefill_pair_s=0.0, cached_token_s=0.0, step_base_s=0.02,
-        step_sequence_s=0.01, step_context_token_s=0.0, transfer_base_s=0.0, transfer_byte_s=0.0,
-    )  # fmt: skip
-    assert [clients_within(tbt_s, cost, 100) for tbt_s in (0.01, 0.1, 9.0)] == [1, 7, 12]
 
 
 def test_a_conductor_is_configured_by_its_table(tmp_path: Path) -> None:
