@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16", choices=[dtype.value for dtype in KvDtype])
     parser.add_argument("--prompt-tokens", type=int, nargs="+", help="2,048 and 4,096 otherwise")
+    parser.add_argument("--shares", type=int, nargs="+", default=SHARES, help="percent of the prompt that are cached")
     parser.add_argument("--rounds", type=int, help="5 otherwise, or 3 with --quick")
     Report.add_flags(parser)
     args = parser.parse_args()
@@ -133,7 +134,7 @@ def main() -> None:
     report = Report("layerwise", f"{args.model}, {args.dtype}, one thread to compute, chunks of {_CHUNK_TOKENS} tokens")
     for length in lengths:
         bench = Bench(args.model, KvDtype(args.dtype), length)
-        for share in SHARES:
+        for share in args.shares:
             if share:
                 bench.round(share)  # touches the memory
             _tell(report, f"{length:,} tokens, {share} % cached", [bench.round(share) for _ in range(rounds)])
@@ -150,6 +151,8 @@ def _tell(report: Report, name: str, rounds: Sequence[Round]) -> None:
     report.row(f"{name}: compute", median(compute_ms), "ms", n=n, spread=(min(compute_ms), max(compute_ms)))
     report.row(f"{name}: whole, overlap off", median(off_ms), "ms", n=n, spread=(min(off_ms), max(off_ms)))
     report.row(f"{name}: whole, overlap on", median(on_ms), "ms", n=n, spread=(min(on_ms), max(on_ms)))
+    gains = [one.on_s / one.off_s for one in rounds]
+    report.row(f"{name}: overlap on / off", median(gains), "×", n=n, spread=(min(gains), max(gains)))
     ratios = [one.ratio for one in rounds]
     report.row(
         f"{name}: whole / max(load, compute)",

@@ -75,6 +75,34 @@ class Report:
             )
         )
 
+    def ratio_row(
+        self,
+        metric: str,
+        value: float,
+        unit: str,
+        *,
+        baseline: float,
+        ratio: float,
+        aim: str,
+        met: bool | None,
+        n: int,
+        spread: tuple[float, float],
+    ) -> None:
+        """One quantity whose *ratio* was taken pair by pair, and so is not that of the two medians. *spread* is its."""
+        self.rows.append(
+            Row(
+                metric=metric,
+                value=value,
+                unit=unit,
+                baseline=baseline,
+                ratio=ratio,
+                aim=aim,
+                met=met,
+                n=n,
+                spread=spread,
+            )
+        )
+
     def note(self, text: str) -> None:
         """A line under the table."""
         self.notes.append(text)

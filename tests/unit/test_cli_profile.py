@@ -47,15 +47,22 @@ def test_what_was_measured_is_fitted_by_kind_and_halves_are_shared() -> None:
 def test_errors_are_told_for_each_kind_of_work() -> None:
     copies = [TransferSample(n_bytes=n, elapsed_s=0.001 + n / 1e9) for n in (10**6, 10**8)]
     measurement = measured(
-        new=Samples(prefills=PREFILLS, steps=[*STEPS, StepSample(batch=1, context_tokens=100, elapsed_s=0.06)])
+        new=Samples(prefills=PREFILLS, steps=[*STEPS, *STEPS, StepSample(batch=1, context_tokens=100, elapsed_s=0.6)])
     )
     measurement.copies = copies
     costs = fitted(measurement)
     rows = {row.work: row for row in error_rows(costs["new"], measurement.samples["new"], copies)}
     assert (rows["prefill"].samples, rows["prefill"].worst) == (6, pytest.approx(0.0, abs=1e-6))
     assert rows["copy"].mean == pytest.approx(0.0, abs=1e-6)
-    assert 0.1 < rows["decode step"].mean < rows["decode step"].worst
+    assert rows["decode step"].worst == pytest.approx(0.0, abs=1e-6), "one stop of the machine moves no median"
+    assert (rows["decode step"].samples, rows["decode step"].single) == (7, pytest.approx(0.95 / 7))
     out = io.StringIO()
     show(measurement, costs, Console(file=out, width=120))
     assert "decode step" in out.getvalue()
     assert "loopback" not in out.getvalue()
+
+
+def test_steps_are_grouped_by_batch_and_context() -> None:
+    steps = [StepSample(batch=2, context_tokens=n, elapsed_s=s) for n, s in ((200, 1.0), (204, 3.0), (208, 9.0))]
+    longer = StepSample(batch=2, context_tokens=2_000, elapsed_s=5.0)
+    assert Samples(steps=[*steps, longer]).medians().steps == [steps[1], longer]

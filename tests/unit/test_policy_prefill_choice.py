@@ -317,6 +317,22 @@ def test_no_threshold_and_no_other_policy_expects_a_sooner_first_token_than_adap
     assert all(best <= AS_GOOD * choice(kind).ttft_s + 1e-9 for kind in PlacementKind)
 
 
+@pytest.mark.parametrize("cached_token_s", [0.0, 0.02])  # the second: what is cached takes longer than computing it
+@given(pools, held)
+def test_whoever_is_as_good_as_the_soonest_takes_part_in_the_draw(
+    cached_token_s: float, pool: list[InstanceView], prefix: dict[str, int]
+) -> None:
+    cost = replace(COST, cached_token_s=cached_token_s)
+
+    def choice(number: int, *able: InstanceView) -> PrefillChoice:
+        return chosen(PlacementKind.LOCAL, request(number=number, **prefix), able, cost=cost)
+
+    alone = [choice(0, instance) for instance in pool]
+    limit_s = AS_GOOD * min(one.ttft_s for one in alone)
+    drawn = {choice(number, *pool).instance.instance_id for number in range(12)}  # of one, two, three or four
+    assert drawn == {one.instance.instance_id for one in alone if one.ttft_s <= limit_s}
+
+
 def test_a_prompt_pays_for_those_that_it_overtakes() -> None:
     """Two wait at p0 for 1 s each; p1 is busy for 2 s, and its prompt has begun. The prompt takes 1.61 s, 0.17 s where
     nine of its blocks are."""

@@ -42,6 +42,7 @@ _SIMULATE: Final = "simulate"
 _KEYS: Final = "keys"
 _DRAIN: Final = "drain"
 _TRACE: Final = "trace"
+_BENCH: Final = "bench"
 """These run no process of a mesh: their flags are their own, and no configuration is read for them."""
 
 
@@ -66,6 +67,11 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
 
         _log_errors_only(_TRACE)
         return trace.run(given[1:])
+    if given[:1] == [_BENCH]:
+        from mooncake_mesh.cli import bench
+
+        _log_errors_only(_BENCH)
+        return bench.run(given[1:])
     arguments = _parser().parse_args(argv)
     name: str = arguments.command
     try:
@@ -98,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(_KEYS, help="make the keys of a mesh, and say who may come in", add_help=False)
     commands.add_parser(_DRAIN, help="take workers out of service without a failed request", add_help=False)
     commands.add_parser(_TRACE, help="show the life of one request as a timeline", add_help=False)
+    commands.add_parser(_BENCH, help="send load to a server and report how it is served", add_help=False)
     return parser
 
 

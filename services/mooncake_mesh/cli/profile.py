@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Final
 
 from rich.console import Console
@@ -32,12 +33,16 @@ _UNMEASURED_COPIES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRow:
-    """How well a fit meets the samples of one kind of work; errors are shares of the measured times."""
+    """How well a fit meets the medians of one kind of work; errors are shares of the measured times.
+
+    ``single`` is the mean error over all ``samples``: more than ``mean`` by the noise of the machine.
+    """
 
     work: str
     samples: int
     mean: float
     worst: float
+    single: float
 
 
 def run(config: ProfileConfig) -> int:
@@ -79,9 +84,10 @@ def _tell(what: str) -> None:
 
 def fitted(measurement: Measurement) -> dict[str, PolynomialCost]:
     """A model for each kind; one that only computes or only decodes has the other half from all kinds together."""
+    typical = {kind: samples.medians() for kind, samples in measurement.samples.items()}
     everybody = Samples(
-        prefills=[one for samples in measurement.samples.values() for one in samples.prefills],
-        steps=[one for samples in measurement.samples.values() for one in samples.steps],
+        prefills=[one for samples in typical.values() for one in samples.prefills],
+        steps=[one for samples in typical.values() for one in samples.steps],
     )
     if not everybody.prefills or not everybody.steps:
         return {}
@@ -91,33 +97,43 @@ def fitted(measurement: Measurement) -> dict[str, PolynomialCost]:
             samples.steps or everybody.steps,
             measurement.copies or _UNMEASURED_COPIES,
         )
-        for kind, samples in measurement.samples.items()
+        for kind, samples in typical.items()
     }
 
 
 def error_rows(cost: PolynomialCost, samples: Samples, copies: Sequence[TransferSample]) -> list[ErrorRow]:
-    pairs = {
+    raw, typical = _modelled(cost, samples, copies), _modelled(cost, samples.medians(), copies)
+    rows = []
+    for work, times in typical.items():
+        errors = [abs(modelled_s - measured_s) / measured_s for modelled_s, measured_s in times]
+        if errors:
+            single = mean(abs(modelled_s - measured_s) / measured_s for modelled_s, measured_s in raw[work])
+            rows.append(
+                ErrorRow(work=work, samples=len(raw[work]), mean=mean(errors), worst=max(errors), single=single)
+            )
+    return rows
+
+
+def _modelled(
+    cost: PolynomialCost, samples: Samples, copies: Sequence[TransferSample]
+) -> dict[str, list[tuple[float, float]]]:
+    """(modelled, measured) times by kind of work."""
+    return {
         "prefill": [(cost.prefill_s(s.uncached_tokens, s.cached_tokens), s.elapsed_s) for s in samples.prefills],
         "decode step": [(cost.decode_step_s(s.batch, s.context_tokens), s.elapsed_s) for s in samples.steps],
         "copy": [(cost.transfer_s(s.n_bytes), s.elapsed_s) for s in copies],
     }
-    rows = []
-    for work, times in pairs.items():
-        errors = [abs(modelled_s - measured_s) / measured_s for modelled_s, measured_s in times]
-        if errors:
-            rows.append(ErrorRow(work=work, samples=len(errors), mean=sum(errors) / len(errors), worst=max(errors)))
-    return rows
 
 
 def show(measurement: Measurement, costs: dict[str, PolynomialCost], console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("kind", "work"):
         table.add_column(name, no_wrap=True)
-    for name in ("samples", "mean error", "worst error"):
+    for name in ("samples", "mean error", "worst error", "single samples"):
         table.add_column(name, justify="right", no_wrap=True)
     for kind, cost in sorted(costs.items()):
         for row in error_rows(cost, measurement.samples[kind], measurement.copies):
-            table.add_row(kind, row.work, str(row.samples), f"{row.mean:.1%}", f"{row.worst:.1%}")
+            table.add_row(kind, row.work, str(row.samples), f"{row.mean:.1%}", f"{row.worst:.1%}", f"{row.single:.1%}")
     console.print(table)
     if not measurement.copies:
         console.print("no copy between nodes was seen: its terms are those of loopback TCP", highlight=False)

@@ -1,8 +1,10 @@
 """Measurements for ``mooncake profile``: synthetic requests through the gateway, times from the workers' own reports.
 
 Prompts are random tokens under a cache salt of this run, so nothing of them is in the pool. One prompt runs at a time,
-alone and behind shares of a prefix that was computed before; decoding runs batches of several sizes and contexts. A
-copy between nodes cannot be ordered from here; what messengers report of those that came about is taken.
+alone and behind shares of a prefix that was computed before, all lengths in turn; decoding runs batches of several
+sizes and contexts, and counts from when the last one of a batch has joined. What ran beside something else is left out:
+on one machine it takes that much longer. Medians are what is fitted, as one stop of the machine must not count.
+A copy between nodes cannot be ordered from here; what messengers report of those that came about is taken.
 """
 
 import asyncio
@@ -12,6 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from math import log2
+from statistics import median
 from typing import Final, TypeVar
 from uuid import uuid4
 
@@ -25,6 +29,9 @@ _ASK_S: Final = 0.1
 _CALL_TIMEOUT_S: Final = 5.0
 _SHARES: Final = (0.5, 0.9)
 _LONGEST_ANSWER: Final = 4096
+_FILLING: Final = 4
+"""After so many times the steps that are wanted, a batch that has not filled up is taken as it is."""
+
 _TOKENS: Final = range(10, 100)
 """Ids that every tokenizer has, and that end no text."""
 
@@ -37,6 +44,29 @@ class Samples:
 
     prefills: list[PrefillSample] = field(default_factory=list)
     steps: list[StepSample] = field(default_factory=list)
+
+    def medians(self) -> "Samples":
+        """One sample for each kind of prompt, and for each batch size with about equal contexts (half an octave)."""
+        prompts: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        for prefill in self.prefills:
+            prompts[prefill.uncached_tokens, prefill.cached_tokens].append(prefill.elapsed_s)
+        batches: defaultdict[tuple[int, int], list[StepSample]] = defaultdict(list)
+        for step in self.steps:
+            batches[step.batch, round(2 * log2(max(1.0, step.context_tokens / max(1, step.batch))))].append(step)
+        return Samples(
+            prefills=[
+                PrefillSample(uncached_tokens=n, cached_tokens=p, elapsed_s=median(times_s))
+                for (n, p), times_s in prompts.items()
+            ],
+            steps=[
+                StepSample(
+                    batch=batch,
+                    context_tokens=round(median(step.context_tokens for step in steps)),
+                    elapsed_s=median(step.elapsed_s for step in steps),
+                )
+                for (batch, _), steps in batches.items()
+            ],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +110,11 @@ class Measurement:
         """Batches that the mesh refuses are left out. Raises the other errors of MooncakeClient; CallTimeout when
         workers do not report what they did."""
         await self._collect()
-        for n_tokens in sorted({min(n_tokens, self._context_tokens // 2) for n_tokens in plan.prompt_tokens}):
-            tell(f"prefill: {n_tokens} tokens")
-            for _ in range(plan.repeats):
+        lengths = sorted({min(n_tokens, self._context_tokens // 2) for n_tokens in plan.prompt_tokens})
+        await self._warm_up(lengths[0], plan)
+        for number in range(1, plan.repeats + 1):
+            for n_tokens in lengths:
+                tell(f"prefill: {n_tokens} tokens ({number} of {plan.repeats})")
                 await self._prefill(n_tokens, plan)
         for size, context in sorted({(size, min(n, self._context_tokens // 2)) for size, n in plan.batches}):
             tell(f"decode: {size} sequences behind {context} tokens each")
@@ -90,6 +122,12 @@ class Measurement:
                 await self._decode(size, context, plan)
             except Rejected as refused:  # its admission goes by times that are not known yet
                 tell(f"left out: the mesh lets no more in ({refused.reason})")
+
+    async def _warm_up(self, n_tokens: int, plan: Plan) -> None:
+        """The first prompt of an engine takes longer than any other like it, so it does not count."""
+        counts = self._counts()
+        await self._prefill(n_tokens, plan)
+        self._forget_since(counts)
 
     async def _prefill(self, n_tokens: int, plan: Plan) -> None:
         """A prompt of its own, then others that share a part of it."""
@@ -104,31 +142,52 @@ class Measurement:
             await self._until(partial(self._has_prefills, wanted), plan)
 
     async def _decode(self, size: int, context: int, plan: Plan) -> None:
-        """*size* sequences for each decode instance, which would go on for long, until enough steps were reported.
+        """*size* sequences for each decode instance, which would go on for long, until enough steps of all of them were
+        reported. Steps beside prompts do not count, and neither do these prompts.
 
         How they are spread is up to the conductor: each step tells how many sequences it had.
         """
-        wanted = self._steps + plan.steps * plan.repeats
         n_tokens = min(_LONGEST_ANSWER, self._context_tokens - context - 1)
+        before, begun = self._counts(), self._steps
+        joined: set[int] = set()
+        n_streams = size * self._decoders
         try:
             async with asyncio.TaskGroup() as tasks:
                 streams = [
-                    tasks.create_task(self._stream(self._prompt(context), n_tokens))
-                    for _ in range(size * self._decoders)
+                    tasks.create_task(self._stream(self._prompt(context), n_tokens, partial(joined.add, number)))
+                    for number in range(n_streams)
                 ]
-                await self._until(lambda: self._steps >= wanted or all(one.done() for one in streams), plan)
+
+                def over() -> bool:
+                    return all(one.done() for one in streams)
+
+                enough = begun + _FILLING * plan.steps
+                await self._until(lambda: len(joined) == n_streams or self._steps >= enough or over(), plan)
+                self._forget_since(before)
+                wanted = self._steps + plan.steps * plan.repeats
+                await self._until(lambda: self._steps >= wanted or over(), plan)
                 for stream in streams:
                     stream.cancel()
         except* MooncakeError as group:
             raise group.exceptions[0] from None
 
-    async def _stream(self, prompt: list[int], n_tokens: int) -> None:
+    async def _stream(self, prompt: list[int], n_tokens: int, joined: Callable[[], None]) -> None:
         stream = self._client.stream(
             prompt, model=self._model, max_tokens=n_tokens, cache_salt=self._salt, ignore_eos=True, temperature=0
         )
         async with aclosing(stream) as chunks:
             async for _ in chunks:
-                pass
+                joined()
+
+    def _counts(self) -> dict[str, tuple[int, int]]:
+        """How many samples there are by now, by kind."""
+        return {kind: (len(samples.prefills), len(samples.steps)) for kind, samples in self.samples.items()}
+
+    def _forget_since(self, counts: dict[str, tuple[int, int]]) -> None:
+        """Drop the samples that came after *counts* were taken."""
+        for kind, samples in self.samples.items():
+            prefills, steps = counts.get(kind, (0, 0))
+            del samples.prefills[prefills:], samples.steps[steps:]
 
     # --- what workers report ------------------------------------------------------------------------------------------
 

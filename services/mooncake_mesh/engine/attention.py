@@ -62,6 +62,11 @@ def attention_pass(attention: AttentionPass) -> Iterator[None]:
         _current.reset(token)
 
 
+def attend(call: LayerCall) -> torch.Tensor:
+    """(batch, tokens, heads, head_dim), by the pass of the forward that is running."""
+    return _current.get().attend(call)
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -77,7 +82,7 @@ def paged_attention(
     layer: Any = module.layer_idx
     other["attention_mask"] = attention_mask
     call = LayerCall(layer=layer, q=query, k=key, v=value, scaling=scaling, window=sliding_window or None, other=other)
-    return _current.get().attend(call), None
+    return attend(call), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -102,6 +107,8 @@ class PrefillPass:
         kv = torch.cat((call.k, call.v))
         self._store(call.layer, kv)
         k, v = self._context.extend(call.layer, kv)
+        if call.q.is_cpu and 1 < call.q.shape[2] < k.shape[2] and (call.window is None or call.window >= span.end):
+            return split_attention(call, k, v)
         first = 0 if call.window is None else max(0, span.start + 1 - call.window)
         return chunk_attention(call, k[:, :, first:], v[:, :, first:], self._mask(call, first))
 
@@ -164,6 +171,31 @@ def chunk_attention(call: LayerCall, k: torch.Tensor, v: torch.Tensor, mask: tor
         is_causal=mask is None and tokens > 1,
         scale=call.scaling,
     )
+    return attended.permute(2, 0, 1, 3).reshape(1, tokens, heads, head_dim)
+
+
+def split_attention(call: LayerCall, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """As :func:`chunk_attention` on the CPU, for a chunk behind others: over what was before, and causally over itself.
+
+    A mask would be read and added for every head, and half of the chunk's own square computed for nothing. The two
+    results are weighed by the sums of exponentials that each was divided by.
+    """
+    _, heads, tokens, head_dim = call.q.shape
+    kv_heads, start = k.shape[1], k.shape[2] - tokens
+    groups = heads // kv_heads
+    q = call.q.reshape(1, kv_heads, groups * tokens, head_dim)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    past, past_lse = attend(q, k[:, :, :start], v[:, :, :start], 0.0, False, scale=call.scaling)
+    own, own_lse = attend(
+        q.view(kv_heads, groups, tokens, head_dim),
+        k[0, :, None, start:].expand(kv_heads, groups, tokens, head_dim),
+        v[0, :, None, start:].expand(kv_heads, groups, tokens, head_dim),
+        0.0,
+        True,
+        scale=call.scaling,
+    )
+    share = torch.sigmoid(own_lse - past_lse.view(own_lse.shape)).unsqueeze(-1).to(own.dtype)
+    attended = torch.lerp(past.view(own.shape), own, share)
     return attended.permute(2, 0, 1, 3).reshape(1, tokens, heads, head_dim)
 
 

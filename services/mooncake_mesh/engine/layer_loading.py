@@ -10,7 +10,7 @@ layer has left, and nothing stays.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,8 +32,38 @@ _SLOT_TOKENS: Final = 1024
 """Slots grow by so many tokens, so that few chunks of a long prompt need larger ones."""
 
 
+class Copy:
+    """One copy, perhaps under way on another thread."""
+
+    def __init__(self, copy: Callable[[], None], thread: ThreadPoolExecutor | None) -> None:
+        self._copy = copy
+        self._future: Future[None] | None = None
+        if thread is None:
+            copy()
+        else:
+            self._future = thread.submit(_inferring, copy)
+
+    @property
+    def is_done(self) -> bool:
+        return self._future is None or self._future.done()
+
+    def finish(self) -> None:
+        """Wait for it. One that nobody has begun is made here: the other thread may not get a core for long."""
+        if self._future is None:
+            return
+        if self._future.cancel():
+            self._copy()
+        else:
+            self._future.result()
+
+    def abandon(self) -> None:
+        """It is over when this returns, made or not. Why it failed is known already, or comes again."""
+        if self._future is not None and not self._future.cancel():
+            self._future.exception()
+
+
 class CopyThread:
-    """Runs copies in order: on a thread of its own, or at once on the caller's."""
+    """Makes copies in order: on a thread of its own, or at once on the caller's."""
 
     def __init__(self, overlap: Overlap) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copy") if overlap is Overlap.ON else None
@@ -42,13 +72,8 @@ class CopyThread:
     def is_beside(self) -> bool:
         return self._thread is not None
 
-    def run(self, copy: Callable[[], None]) -> "Future[None]":
-        if self._thread is not None:
-            return self._thread.submit(_inferring, copy)
-        done: Future[None] = Future()
-        copy()
-        done.set_result(None)
-        return done
+    def run(self, copy: Callable[[], None]) -> Copy:
+        return Copy(copy, self._thread)
 
 
 def _inferring(copy: Callable[[], None]) -> None:
@@ -66,14 +91,14 @@ class LayerStores:
         self._arena = arena
         self._span = span
         self._on_layer = on_layer
-        self._pending: deque[tuple[int, Future[None]]] = deque()
+        self._pending: deque[tuple[int, Copy]] = deque()
 
     def store(self, layer: int, kv: torch.Tensor) -> None:
         """Write *kv* (2, kv_heads, tokens, head_dim), which must not change any more."""
         span = self._span
         copy = self._copies.run(lambda: self._arena.write_layer(layer, span.blocks, span.start, kv))
         self._pending.append((layer, copy))
-        while self._pending and (self._pending[0][1].done() or len(self._pending) > _PENDING_STORES):
+        while self._pending and (self._pending[0][1].is_done or len(self._pending) > _PENDING_STORES):
             self._report()
 
     def finish(self) -> None:
@@ -83,12 +108,13 @@ class LayerStores:
 
     def abandon(self) -> None:
         """Wait for all and report none: the chunk has failed."""
-        _settle(copy for _, copy in self._pending)
+        for _, copy in self._pending:
+            copy.abandon()
         self._pending.clear()
 
     def _report(self) -> None:
         layer, copy = self._pending.popleft()
-        copy.result()
+        copy.finish()
         self._on_layer(layer)
 
 
@@ -114,7 +140,7 @@ class PrefixLoads:
         self._place = place
         self._start = start
         self._ahead = ahead if copies.is_beside else 0
-        self._loads: deque[Future[None]] = deque()
+        self._loads: deque[Copy] = deque()
         self._next = layers.first
         if copies.is_beside:
             self._load_to(layers.first + self._ahead)
@@ -122,13 +148,12 @@ class PrefixLoads:
     def need(self, layer: int) -> None:
         """Wait for *layer*'s; each in order, once. The one before is used no more, and its place is free."""
         self._load_to(layer + self._ahead)
-        self._loads.popleft().result()
+        self._loads.popleft().finish()
 
     def abandon(self) -> None:
         """End those that are under way: nothing reads the arena after this."""
         for load in self._loads:
-            load.cancel()
-        _settle(load for load in self._loads if not load.cancelled())
+            load.abandon()
         self._loads.clear()
 
     def _load_to(self, layer: int) -> None:
@@ -274,9 +299,3 @@ class ChunkContexts:
             ahead=window.n_slots - 1,
         )
         return _Windowed(window, span, loads), loads
-
-
-def _settle(copies: Iterable["Future[None]"]) -> None:
-    """Wait for copies that nobody asks for any more; why one failed is known already, or comes again."""
-    for copy in copies:
-        copy.exception()

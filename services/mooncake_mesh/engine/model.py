@@ -6,7 +6,7 @@ passes to our attention; and its logits are compared with those of the model's o
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,9 @@ from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
 from mooncake_mesh.engine.attention import IMPLEMENTATION, LayerCall, attention_pass, chunk_attention
+from mooncake_mesh.engine.fused_layer import FusedLayer, Rotation, can_fuse
 from mooncake_mesh.engine.kv_storage import torch_dtype
+from mooncake_mesh.engine.packing import can_pack, pack
 from mooncake_mesh.engine.stage_model import first_and_last_hidden, stage_class, stage_config
 from mooncake_mesh.errors import ConfigError, ModelError, UnsupportedModel
 from mooncake_mesh.kv.layers import LayerRange, StagePart
@@ -84,6 +86,8 @@ def load_model(
         probe_stage(model, layout, layers)
     else:
         probe_attention(model, layout)
+    if can_pack(model):
+        _speed_up(model, layout, layers)
     return LoadedModel(
         model=model,
         layout=layout,
@@ -91,6 +95,26 @@ def load_model(
         max_context_tokens=config.max_position_embeddings,
         layers=layers,
     )
+
+
+def _speed_up(model: Any, layout: KvLayout, layers: LayerRange) -> None:
+    """Pack the weights; layers that a faster one computes are replaced by it, if the results stay the same."""
+    decoder_layers: Any = getattr(model.base_model, "layers", ())
+    rotation = Rotation()
+    with torch.inference_mode():
+        fused = {index: FusedLayer(old, rotation) for index, old in enumerate(decoder_layers) if can_fuse(old)}
+        if fused:
+            before = _probed(model, layout, layers)
+            replaced = {index: decoder_layers[index] for index in fused}
+            _put(decoder_layers, fused)
+            if not _difference(_probed(model, layout, layers), before) <= _PROBE_TOLERANCE[layout.dtype]:
+                _put(decoder_layers, replaced)
+    pack(model)
+
+
+def _put(decoder_layers: Any, these: Mapping[int, torch.nn.Module]) -> None:
+    for index, layer in these.items():
+        decoder_layers[index] = layer
 
 
 def _layers(part: StagePart, layout: KvLayout) -> LayerRange:
@@ -191,8 +215,19 @@ def probe_stage(model: PreTrainedModel, layout: KvLayout, layers: LayerRange) ->
     _check_equal(name, "activations", ours.output, theirs.output, layout)
 
 
+def _probed(model: Any, layout: KvLayout, layers: LayerRange) -> torch.Tensor:
+    """What comes out of *layers* for the probe's tokens."""
+    with attention_pass(_Probe(type(model).__name__, layout)):
+        return first_and_last_hidden(model, layers, _PROBE_TOKENS).output
+
+
+def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Relative; NaN when either holds one."""
+    return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+
+
 def _check_equal(name: str, what: str, ours: torch.Tensor, theirs: torch.Tensor, layout: KvLayout) -> None:
-    difference = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+    difference = _difference(ours, theirs)
     if not difference <= _PROBE_TOLERANCE[layout.dtype]:
         raise UnsupportedModel(
             f"{name} is not supported: with our attention its {what} differ from its own by {difference:.2g}"

@@ -81,12 +81,9 @@ class PrefixIndex:
                 alive = self._step_down(found, alive, steps, start)
             start += SEGMENT_BLOCKS
         if alive and start < n:
-            for depth, holders in enumerate(map(self._masks.get, keys[start:], repeat(0)), start):
-                if alive & holders != alive:
-                    self._record(found, alive & ~holders, depth)
-                    alive &= holders
-                    if not alive:
-                        break
+            steps = memo.tail_steps(keys[start:])
+            if alive & steps[-1][1] != alive:
+                alive = self._step_down(found, alive, steps, start)
         if alive:
             self._record(found, alive, n)
         return found

@@ -5,7 +5,7 @@ what the stretch consists of. A change of any of its keys makes the answer for a
 again; so it is right whatever is evicted, root or leaf.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, repeat
 from operator import and_
 from typing import Final
@@ -25,7 +25,8 @@ class SegmentMemo:
 
     A stretch is remembered from the second time on that it is asked for while somebody holds its first key: chains
     that come once cost nothing. At most *max_segments* are, the longest known go first; each takes about 4 KiB.
-    Where all stretches of LONG_BLOCKS keys are remembered, so is what they come to together.
+    Where all stretches of LONG_BLOCKS keys are remembered, so is what they come to together. What is left at the end of
+    a chain is remembered by its last key as well, as many again.
     """
 
     def __init__(self, masks: Mapping[BlockKey, int], *, max_segments: int) -> None:
@@ -36,6 +37,8 @@ class SegmentMemo:
         self._long_of: dict[BlockKey, BlockKey] = {}
         self._members: dict[BlockKey, tuple[BlockKey, ...]] = {}
         self._segment_of: dict[BlockKey, BlockKey] = {}
+        self._tails: dict[BlockKey, tuple[Sequence[BlockKey], Steps]] = {}
+        self._tail_of: dict[BlockKey, BlockKey] = {}
         self._asked: set[BlockKey] = set()
 
     def steps(self, keys: Sequence[BlockKey], start: int) -> Steps:
@@ -66,14 +69,31 @@ class SegmentMemo:
             self._long_of.update(dict.fromkeys(lasts, keys[end - 1]))
         return tuple(steps)
 
+    def tail_steps(self, tail: Sequence[BlockKey]) -> Steps:
+        """Of what is left of a chain, less than a segment.
+
+        A tail is compared with the one that is known by its last key: it is short, and so need not be of a chain."""
+        last = tail[-1]
+        known = self._tails.get(last)
+        if known is not None and known[0] == tail:
+            return known[1]
+        steps = _steps(list(accumulate(map(self._masks.get, tail, _NOBODY), and_)))
+        if steps[0][1] and self._is_worth_it(last):
+            self._remember_tail(last, tail, steps)
+        return steps
+
     def changed(self, key: BlockKey) -> None:
         """The mask of *key* is another one now."""
         last = self._segment_of.get(key)
         if last is not None:
             self._forget(last)
+        tail = self._tail_of.get(key)
+        if tail is not None:
+            self._forget_tail(tail)
 
-    def all_changed(self, keys: Iterable[BlockKey]) -> None:
-        for key in self._segment_of.keys() & keys:
+    def all_changed(self, keys: Sequence[BlockKey]) -> None:
+        """As :meth:`changed` for each of *keys*."""
+        for key in (self._segment_of.keys() & keys) | (self._tail_of.keys() & keys):
             self.changed(key)
 
     def _forget(self, last: BlockKey) -> None:
@@ -81,6 +101,22 @@ class SegmentMemo:
         long = self._long_of.pop(last, None)
         if long is not None:
             self.known_long.pop(long, None)
+
+    def _forget_tail(self, last: BlockKey) -> None:
+        tail, _ = self._tails.pop(last)
+        for key in tail:
+            self._tail_of.pop(key, None)  # the same key twice: no chain, but nobody forbids it
+
+    def _remember_tail(self, last: BlockKey, tail: Sequence[BlockKey], steps: Steps) -> None:
+        """A key is in one tail at most: of chains that end a few blocks apart the last one that was asked for."""
+        for key in tail:
+            other = self._tail_of.get(key)
+            if other is not None:
+                self._forget_tail(other)
+        if len(self._tails) >= self._max_segments:
+            self._forget_tail(next(iter(self._tails)))
+        self._tails[last] = tail, steps
+        self._tail_of.update(dict.fromkeys(tail, last))
 
     def _is_worth_it(self, last: BlockKey) -> bool:
         if last in self._asked:

@@ -112,6 +112,10 @@ class Estimates:
             known = self._prefill[cached_blocks] = self._cost.prefill_s(self._request.prompt_tokens - cached, cached)
         return known
 
+    def least_prefill_s(self) -> float:
+        """The least of :meth:`prefill_s` over what any node holds, in whichever tier, and nothing."""
+        return min(map(self.prefill_s, {0, *self.arena.values(), *self.local.values()}))
+
     def copy_s(self, blocks: int) -> float:
         """To copy *blocks* from another node, over a link that is free."""
         known = self._copy.get(blocks)
@@ -287,15 +291,22 @@ def _soonest(
     request: RequestShape, able: Sequence[InstanceView], estimates: Estimates, frontier: Sequence[Source]
 ) -> PrefillChoice:
     """The quickest way over all instances and sources. Of equal ways the local one."""
-    limit_s = latest_s = inf
+    limit_s = inf
     found: list[tuple[float, InstanceView, Source | None]] = []
     arena_blocks, now_s = estimates.arena, estimates.now_s
     is_tiered = arena_blocks is not estimates.local
+    least_s = estimates.least_prefill_s()
     for instance in able:
-        if instance.busy_until_s > latest_s and not instance.is_ordered:
-            continue  # its queue alone takes longer than the best way
-        arena = arena_blocks.get(instance.node_id, 0)
-        queue_s = estimates.queue_s(instance, arena) if instance.is_ordered else max(0.0, instance.busy_until_s - now_s)
+        if instance.is_ordered:
+            arena = arena_blocks.get(instance.node_id, 0)
+            queue_s = estimates.queue_s(instance, arena)
+        else:
+            queue_s = instance.busy_until_s - now_s
+            if queue_s < 0.0:
+                queue_s = 0.0
+            if queue_s + instance.factor * least_s > limit_s:
+                continue  # no way of it can be as good as the best
+            arena = arena_blocks.get(instance.node_id, 0)
         if is_tiered:
             ttft_s, _ = estimates.local_way(instance)
         else:
@@ -315,7 +326,6 @@ def _soonest(
         if ttft_s <= limit_s:
             found.append((ttft_s, instance, from_source))
             limit_s = min(limit_s, AS_GOOD * ttft_s)
-            latest_s = now_s + limit_s
     assert found, "at least one instance can take the prompt"
     as_good = {instance.instance_id: (instance, source) for ttft_s, instance, source in found if ttft_s <= limit_s}
     local = [instance for instance, source in as_good.values() if source is None]

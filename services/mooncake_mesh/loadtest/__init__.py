@@ -1,0 +1,1 @@
+"""A load client for OpenAI-compatible servers (``mooncake bench serve``): workloads, streams, what became of them."""

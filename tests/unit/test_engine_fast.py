@@ -1,0 +1,143 @@
+"""The shorter ways on the CPU compute what the long ones do: attention in two parts, packed weights, fused layers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config  # noqa: E402
+
+from mooncake_mesh.engine import packing  # noqa: E402
+from mooncake_mesh.engine.attention import LayerCall, attention_pass, chunk_attention, split_attention  # noqa: E402
+from mooncake_mesh.engine.fused_layer import FusedLayer  # noqa: E402
+from mooncake_mesh.engine.model import LoadedModel, load_model  # noqa: E402
+from mooncake_mesh.engine.packing import PackedLinear  # noqa: E402
+from mooncake_mesh.engine.stage_model import first_and_last_hidden  # noqa: E402
+from mooncake_mesh.kv.layers import StagePart  # noqa: E402
+from mooncake_mesh.kv.layout import KvDtype  # noqa: E402
+
+has_bf16 = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    reason="this processor has no bfloat16 products in oneDNN, so nothing is packed",
+)
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**TINY),
+    "llama with biases": LlamaConfig(**TINY, attention_bias=True, mlp_bias=True),
+    "qwen2": Qwen2Config(**TINY),
+    "mistral": MistralConfig(**TINY, head_dim=16, sliding_window=None),
+}
+
+
+@pytest.mark.parametrize(("tokens", "positions"), [(2, 3), (16, 80), (33, 34), (64, 65)])
+def test_attention_in_two_parts_is_attention_with_a_mask(tokens: int, positions: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn((1, tokens, 6, 16), generator=generator).transpose(1, 2)  # strided as models have it
+    k, v = torch.randn((2, 1, 2, positions, 16), generator=generator)
+    call = LayerCall(layer=0, q=q, k=k, v=v, scaling=0.3, window=None, other={})
+    hidden = torch.arange(positions) > torch.arange(positions - tokens, positions)[:, None]
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
+    torch.testing.assert_close(split_attention(call, k, v), chunk_attention(call, k, v, mask))
+
+
+@has_bf16
+def test_packed_products_are_products() -> None:
+    torch.manual_seed(2)
+    linears = [torch.nn.Linear(32, width).to(torch.bfloat16) for width in (16, 24)]
+    for rows in (1, 7, 600):
+        x = torch.randn((1, rows, 32), dtype=torch.bfloat16)
+        other = torch.randn((1, rows, 40), dtype=torch.bfloat16)
+        with torch.inference_mode():
+            packed = PackedLinear(*linears)
+            exact = torch.cat([torch.nn.functional.linear(x, one.weight, one.bias) for one in linears], dim=-1).float()
+            results = [
+                (packed(x), exact),
+                (packed.silu(x), torch.nn.functional.silu(exact)),
+                (packed.times(x, other), exact * other),
+                (packed.plus(x, other), exact + other),
+            ]
+        for result, expected in results:
+            torch.testing.assert_close(result.float(), expected, rtol=0.02, atol=0.02)
+
+
+def _load(folder: Path, *, dtype: KvDtype = KvDtype.BFLOAT16, part: StagePart | None = None) -> LoadedModel:
+    return load_model(folder, dtype=dtype, block_tokens=4, device=torch.device("cpu"), part=part)
+
+
+def _save(folder: Path, config: Any) -> None:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)  # else they are zero
+    model.save_pretrained(folder)
+
+
+def _output(loaded: LoadedModel) -> Any:
+    """What the layers of *loaded* give for a few tokens, by our attention function."""
+
+    class Plain:
+        def attend(self, call: LayerCall) -> Any:
+            return chunk_attention(call, call.k, call.v, None)
+
+    with torch.inference_mode(), attention_pass(Plain()):
+        return first_and_last_hidden(loaded.model, loaded.layers, 9).output.float()
+
+
+def _layers(loaded: LoadedModel) -> list[str]:
+    base: Any = loaded.model.base_model
+    return [type(layer).__name__ for layer in base.layers]
+
+
+@has_bf16
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fused_layers_compute_what_transformers_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(tmp_path, CONFIGS[name])
+    fused = _load(tmp_path)
+    assert _layers(fused) == ["FusedLayer"] * 3
+    assert not [one for one in fused.model.modules() if type(one) is torch.nn.Linear]
+    exact = _output(_load(tmp_path, dtype=KvDtype.FLOAT32))
+    difference = (_output(fused) - exact).norm() / exact.norm()
+    monkeypatch.setattr("mooncake_mesh.engine.model.can_pack", lambda _: False)
+    plain = _load(tmp_path)
+    assert "FusedLayer" not in _layers(plain)
+    assert difference <= 1.2 * (_output(plain) - exact).norm() / exact.norm()  # rounds less often, not more
+
+
+@has_bf16
+def test_a_stage_has_fused_layers_too(tmp_path: Path) -> None:
+    _save(tmp_path, CONFIGS["llama"])
+    stage = _load(tmp_path, part=StagePart(stage=1, stages=2))
+    assert _layers(stage).count("FusedLayer") == stage.layers.count
+
+
+@has_bf16
+@pytest.mark.parametrize("wrong", [float("nan"), 3.0])
+def test_layers_that_would_change_the_results_stay(
+    wrong: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(tmp_path, CONFIGS["llama"])
+    monkeypatch.setattr(FusedLayer, "forward", lambda _, hidden_states, **__: hidden_states * wrong)
+    loaded = _load(tmp_path)
+    assert _layers(loaded) == ["LlamaDecoderLayer"] * 3
+    assert any(isinstance(one, PackedLinear) for one in loaded.model.modules())
+
+
+def test_float32_stays_as_it_is(tmp_path: Path) -> None:
+    _save(tmp_path, CONFIGS["llama"])
+    loaded = _load(tmp_path, dtype=KvDtype.FLOAT32)
+    assert not packing.can_pack(loaded.model)
+    assert _layers(loaded) == ["LlamaDecoderLayer"] * 3
