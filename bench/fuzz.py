@@ -8,8 +8,8 @@ A mesh of fake engines gets, in rounds:
   gateway's own description.
 
 Afterwards every process must be in its first life, no log may hold an error or a traceback, no answer may say
-"internal" or 500, no process may have grown by more than ``--growth-mib`` after the first third, and a known request must have the
-answer it had. ``--seed`` repeats a run, but for times and for the names that a mesh draws.
+"internal" or 500, no process may have grown by more than ``--growth-mib`` after the first third, and a known request
+must have the answer it had. ``--seed`` repeats a run, but for times and for the names that a mesh draws.
 """
 
 import argparse
