@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog.testing
 import zmq
 import zmq.asyncio
 
@@ -272,6 +273,19 @@ def test_a_message_that_breaks_the_contract_is_answered(
             await peer.send_message(Ping(), Envelope(id=MessageId("8")))
             assert await peer.receive() == (Envelope(re=MessageId("8")), PONG)
             assert server.refused_messages == 1
+
+    run(scenario())
+
+
+def test_a_peer_that_sends_nothing_but_nonsense_does_not_fill_the_log(run: Run[None]) -> None:
+    async def scenario() -> None:
+        async with serving({Ping: ping}) as server, RawPeer(server.endpoint) as peer:
+            with structlog.testing.capture_logs() as lines:
+                for number in range(50):
+                    await peer.send(VERSION_FRAME, b"control.no_such", b'{"id": "%d", "body": {}}' % number)
+                    await peer.receive()
+            assert server.refused_messages == 50
+            assert 1 <= len([line for line in lines if line["event"] == "message_refused"]) <= 10
 
     run(scenario())
 

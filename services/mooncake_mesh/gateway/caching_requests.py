@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import orjson
+
 from mooncake_mesh.errors import InvalidRequest
 from mooncake_mesh.gateway.context_cache import CacheDraft, CacheUse, Json, Lifetime, Page, checked_tag, checked_ttl_s
 from mooncake_mesh.gateway.json_fields import Fields, UnsupportedParameter, checked_string
@@ -45,6 +47,7 @@ def parse_create(body: Json) -> CreateRequest:
     chat = parse_chat({name: body[name] for name in _CHAT_FIELDS if name in body})
     messages, tools = body["messages"], body.get("tools") or []
     _check_messages(messages, tools)
+    _check_can_be_answered(messages, tools)
     tags = fields.array("tags", longest=_MAX_TAGS) or []
     draft = CacheDraft(
         model=chat.options.model,
@@ -151,6 +154,15 @@ def _check_messages(messages: list[Json], tools: list[Any]) -> None:
             if call.get("id") not in answered or call.get("function", {}).get("name") not in names:
                 message_text = "every tool call must be answered by a tool message, and its tool be listed in tools"
                 raise InvalidRequest(message_text, param=f"messages[{i}].tool_calls")
+
+
+def _check_can_be_answered(messages: list[Json], tools: list[Any]) -> None:
+    """Fields that a chat ignores are kept and shown again: a value without a form in JSON would spoil every list."""
+    for name, value in (("messages", messages), ("tools", tools)):
+        try:
+            orjson.dumps([[[[value]]]])  # as deep as in a list of caches
+        except TypeError as error:
+            raise InvalidRequest(f"{name} cannot be kept: {error}", param=name) from None
 
 
 def _lifetime(fields: Fields) -> Lifetime:

@@ -28,6 +28,7 @@ from mooncake_mesh.errors import (
 from mooncake_mesh.mesh import endpoint as sockets
 from mooncake_mesh.mesh.connecting import Dealer, Link
 from mooncake_mesh.mesh.curve import Audience, MeshKeys
+from mooncake_mesh.mesh.log_allowance import LogAllowance
 from mooncake_mesh.mesh.reply_stream import ReplyStream, raise_if_error
 from mooncake_proto import codec
 from mooncake_proto.control import CancelCall, Failure
@@ -41,6 +42,7 @@ _R = TypeVar("_R")
 _R2 = TypeVar("_R2")
 
 MAX_RUNNING_CALLS: Final = 4096
+_CAUSED_BY_PEERS: Final = ("message_refused", "one_way_message_failed", "reply_undeliverable")
 
 
 class Caller:
@@ -87,6 +89,7 @@ class RpcServer:
         self._channel = sockets.router(bind, lambda frames: self._accept(frames[0], frames[1:]), audience=audience)
         self.endpoint = self._channel.endpoint
         self.refused_messages = 0
+        self._told = {event: LogAllowance() for event in _CAUSED_BY_PEERS}
 
     def take(self, handlers: dict[type, Handler]) -> None:
         """Answer with *handlers* from now on; kinds that none is for keep the one they have."""
@@ -136,7 +139,7 @@ class RpcServer:
         Not a reply, though: two processes could go on refusing each other's refusals.
         """
         self.refused_messages += 1
-        log.warning("message_refused", code=error.code, error=str(error)[:200])
+        self._tell(log.warning, "message_refused", code=error.code, error=str(error)[:200])
         if not envelope.re:
             self._send_reply(Caller(self, identity, envelope), failure_of(error))
 
@@ -178,7 +181,7 @@ class RpcServer:
         if caller.message_id:
             self._send_reply(caller, reply)
         elif isinstance(reply, Failure):
-            log.warning("one_way_message_failed", code=reply.code, error=reply.message[:200])
+            self._tell(log.warning, "one_way_message_failed", code=reply.code, error=reply.message[:200])
 
     def _send_reply(self, caller: Caller, reply: object) -> None:
         try:
@@ -187,7 +190,13 @@ class RpcServer:
             except (WireError, TypeError) as error:  # a reply that cannot travel must not leave its caller without one
                 caller.reply(_crashed(error, reply))
         except PeerUnreachable:
-            log.info("reply_undeliverable", kind=type(reply).__name__)
+            self._tell(log.info, "reply_undeliverable", kind=type(reply).__name__)
+
+    def _tell(self, say: Callable[..., object], event: str, **fields: str) -> None:
+        """Log what a peer can cause as often as it likes."""
+        unsaid = self._told[event].take(asyncio.get_running_loop().time())
+        if unsaid is not None:
+            say(event, **fields, unsaid=unsaid)
 
     def _cancel(self, identity: bytes, target: MessageId) -> None:
         task = self._calls.get((identity, target))
