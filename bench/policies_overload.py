@@ -28,8 +28,8 @@ _MARGIN: Final = 1.5
 
 _SENTENCES: Final = range(6, 30)
 _NEW_TOKENS: Final = 40
-_CLOSED_REQUESTS: Final = 18
-_CLIENTS: Final = 6
+_CLOSED_REQUESTS: Final = 24
+_CLIENTS: Final = 12
 
 
 @dataclass(slots=True)
