@@ -129,7 +129,7 @@ class Replay:
 
 
 def traced(lines: Iterable[TraceLine], replay: Replay) -> list[LoadRequest]:
-    """*lines*, in order of arrival, as *replay* says. Blocks are scaled too, so that prompts share as much as before."""
+    """*lines*, in order of arrival, as *replay* says. Blocks are scaled too, so prompts share as much as before."""
     random = None if replay.jitter_seed is None else Random(replay.jitter_seed)
     requests = [
         LoadRequest(
