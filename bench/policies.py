@@ -4,7 +4,7 @@ Placement: conversations of three turns, each turn carrying the whole history, o
 policies. Overload: twice the arrivals that the mesh can serve, under the four strategies. All in one mesh whose
 conductor is restarted with the next policy; rounds are interleaved, so that what else the machine does hits all alike,
 and every policy has texts of its own, so that none finds what another one left in the pool.
-It takes eight minutes with the model. What was finished is printed when it is cut off.
+It takes ten minutes with the model. What was finished is printed when it is cut off.
 """
 
 import argparse
@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", choices=("transformers", "fake"), default="transformers")
     parser.add_argument("--conversations", type=int, default=40, metavar="N", help="0: no placement part")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="pieces that each policy's work is cut into")
-    parser.add_argument("--overload-s", type=float, default=40.0, metavar="S", help="of arrivals for each strategy")
-    parser.add_argument("--overload-rounds", type=int, default=2, metavar="N", help="0: no overload part")
+    parser.add_argument("--overload-s", type=float, default=30.0, metavar="S", help="of arrivals for each strategy")
+    parser.add_argument("--overload-rounds", type=int, default=1, metavar="N", help="0: no overload part")
     parser.add_argument("--ttft", type=float, metavar="S", help="objective under overload; 1.5 times P90 at capacity")
     parser.add_argument("--tbt", type=float, metavar="S", help="objective under overload; 1.5 times P90 at capacity")
     parser.add_argument("--seed", type=int, default=1)

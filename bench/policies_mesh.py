@@ -26,7 +26,7 @@ _READY_S: Final = 60.0
 _ASK_EVERY_S: Final = 0.2
 _PROFILE: Final = (
     "--longest-prompt-tokens=512",
-    "--largest-batch=8",
+    "--largest-batch=4",
     "--repeats=1",
 )
 

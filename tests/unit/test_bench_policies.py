@@ -50,10 +50,13 @@ def test_what_was_finished_is_told() -> None:
     assert report.rows == []
     for policy, ttft_s in ((PlacementKind.RANDOM, 2.0), (PlacementKind.LOAD_BALANCE, 3.0)):
         placement.times[policy].append(StreamTimes(sent_s=1.0, tokens_s=[1.0 + ttft_s]))
-    overload.seconds, overload.ttft_s, overload.tbt_s = 2.0, 1.0, 1.0
     overload.times[AdmissionKind.HOLD] = [StreamTimes(tokens_s=[0.5, 0.6])]
+    overload.seconds[AdmissionKind.HOLD], overload.good[AdmissionKind.HOLD] = 2.0, 1
     placement.rows(report)
     overload.rows(report)
     met = {row.metric: row.met for row in report.rows}
     assert met["mean TTFT, load_balance (baseline: random)"] is False
-    assert met["2x overload, hold: goodput (baseline: baseline)"] is True
+    assert met["2x overload, hold: goodput (baseline: baseline)"] is None, "the others had no turn"
+    overload.seconds = dict.fromkeys(AdmissionKind, 2.0)
+    overload.rows(report)
+    assert {row.metric: row.met for row in report.rows}["2x overload, hold: goodput (baseline: baseline)"] is True
