@@ -21,7 +21,6 @@ from mooncake_proto.errors import MalformedMessage
 from mooncake_proto.ids import BLOCK_KEY_BYTES, BlockKey, Incarnation, NodeId
 from mooncake_proto.kvcache import KvChange, KvEvent, KvEvents, KvEventsAck, KvSnapshot, KvTier
 
-
 _MOST_EVENTS: Final = 1 << 62
 """Of one life, more than there can be: every number after it has room in a message too."""
 
