@@ -197,7 +197,9 @@ class FuzzRun:
     def end(self, *, growth_mib: float) -> None:
         """Judge."""
         dead = [name for name in self.mesh.names if not self.mesh.is_running(name)]
-        self.violations += [f"{name} has ended" for name in dead]
+        self.violations += [
+            f"{name} has ended with {self.mesh.exit_code(name)} after {self.mesh.logs(name)[-5:]}" for name in dead
+        ]
         self.take_memory()
         self.violations += self.serious_lines()
         if dead:

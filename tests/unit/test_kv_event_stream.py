@@ -159,7 +159,13 @@ def test_a_snapshot_tells_what_is_on_ssd_only(index: PrefixIndex) -> None:
 
 @pytest.mark.parametrize(
     ("seq", "keys", "ssd_keys", "path"),
-    [(-1, b"", 0, "seq"), (3, b"x" * 17, 0, "keys"), (3, b"x" * 16, 2, "ssd_keys"), (3, b"x" * 16, -1, "ssd_keys")],
+    [
+        (-1, b"", 0, "seq"),
+        (2**63 - 1, b"", 0, "seq"),
+        (3, b"x" * 17, 0, "keys"),
+        (3, b"x" * 16, 2, "ssd_keys"),
+        (3, b"x" * 16, -1, "ssd_keys"),
+    ],
 )
 def test_a_bad_snapshot_changes_nothing(index: PrefixIndex, seq: int, keys: bytes, ssd_keys: int, path: str) -> None:
     feed = NodeFeed(index, NODE, NOW)

@@ -12,6 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from mooncake_mesh.kv.block_hash import join_keys, split_keys
 from mooncake_mesh.kv.block_pool import PoolEvent
@@ -19,6 +20,9 @@ from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_proto.errors import MalformedMessage
 from mooncake_proto.ids import BLOCK_KEY_BYTES, BlockKey, Incarnation, NodeId
 from mooncake_proto.kvcache import KvChange, KvEvent, KvEvents, KvEventsAck, KvSnapshot, KvTier
+
+_MOST_EVENTS: Final = 1 << 62
+"""Of one life, more than there can be: every number after it has room in a message too."""
 
 
 class Unsendable(enum.Enum):
@@ -131,8 +135,8 @@ class NodeFeed:
         """Replace the node's keys, unless the snapshot is older than what was applied. Raises MalformedMessage."""
         if snapshot.incarnation != self._incarnation:
             return FeedRefused(expected=self._incarnation, got=snapshot.incarnation)
-        if snapshot.seq < 0:
-            raise MalformedMessage(f"must not be negative, got {snapshot.seq}", path="seq")
+        if not 0 <= snapshot.seq < _MOST_EVENTS:
+            raise MalformedMessage(f"must be from 0 to {_MOST_EVENTS - 1}, got {snapshot.seq}", path="seq")
         if snapshot.seq + 1 >= self._next_seq:
             try:
                 keys = list(split_keys(snapshot.keys))
