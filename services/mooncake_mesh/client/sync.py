@@ -20,7 +20,6 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 _CLOSED: Final = "the client was closed"
-_LOOK_FOR_SIGNALS_S: Final = 1.0
 
 
 class _Loop:
@@ -47,9 +46,6 @@ class _Loop:
                 raise PeerUnreachable(_CLOSED)
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            # In turns: a signal that comes just as a wait begins is seen only when that one ends.
-            while not concurrent.futures.wait((future,), timeout=_LOOK_FOR_SIGNALS_S).done:
-                pass
             return future.result()
         except concurrent.futures.CancelledError:
             raise PeerUnreachable(_CLOSED) from None
