@@ -142,8 +142,8 @@ def test_another_node_gets_a_prefix_that_left_the_arena(tmp_path: Path) -> None:
         mesh.wait(lambda: _takes_work(mesh, "prefill1") or None, what="prefill1 to take work")
         mesh.wait(lambda: None if _takes_work(mesh, "prefill0") else True, what="prefill0 to be missed")
         with ThreadPoolExecutor(1) as pool:  # another request keeps prefill1 busy: time to read ahead
-            busy = pool.submit(_ask, mesh, "a prompt that nobody has asked before. " * 5)
-            mesh.wait_log("conductor", "request_placed", prefill="prefill1")
+            busy = pool.submit(_ask, mesh, "a prompt that nobody has asked before. " * 10)
+            mesh.wait(lambda: _is_computing(mesh, "prefill1") or None, what="the conductor to know that it is busy")
             assert _ask(mesh, FIRST) == _whole_blocks(FIRST) * LAYOUT.block_tokens
             busy.result()
         assert mesh.wait_log("messenger2", "prefix_fetched")["blocks"] == _whole_blocks(FIRST)
@@ -164,6 +164,12 @@ def _replicate(mesh: Mesh, prompt: str, *, source: str, target: str) -> None:
 
 def _takes_work(mesh: Mesh, name: str) -> bool:
     return any(state.takes_work for state in mesh.status().cluster.members if state.member.instance_id == name)
+
+
+def _is_computing(mesh: Mesh, name: str) -> bool:
+    """By its last report; a report from before a prompt came may have said that it is idle."""
+    members = mesh.status().cluster.members
+    return any(bool(state.load.queued_prompts) for state in members if state.member.instance_id == name)
 
 
 def _keys_of(prompt: str) -> list[BlockKey]:

@@ -35,11 +35,8 @@ while True:
 
 @pytest.fixture
 def quiet_supervisor() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     with structlog.testing.capture_logs():
         yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 class Scripts:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 import uvloop
@@ -11,15 +10,6 @@ import zmq
 
 from mooncake_mesh.mesh import runtime
 from mooncake_mesh.mesh.runtime import Lifecycle
-
-
-@pytest.fixture(autouse=True)
-def _own_signal_handlers() -> Iterator[None]:
-    """The loop leaves its handlers behind, and pytest needs its own."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
