@@ -26,10 +26,11 @@ from mooncake_mesh.errors import (
     Rejected,
     SlowReader,
 )
+from mooncake_mesh.mesh.rpc import Caller
 from mooncake_proto.client import GenerationEnd, HealthReport, Operation
 from mooncake_proto.control import Ok
 from mooncake_proto.errors import MalformedMessage, WireError
-from tests.unit.client_doubles import Gateway, fail, gateway_at, say, say_and_stall, send, talk_for_ever
+from tests.unit.client_doubles import Gateway, chat_chunk, fail, gateway_at, say, say_and_stall, send, talk_for_ever
 from tests.unit.mesh_doubles import Run, on_both_loops, soon, until
 
 pytestmark = on_both_loops
@@ -307,10 +308,18 @@ def test_a_reader_that_falls_far_behind_is_told(run: Run[None], monkeypatch: pyt
     monkeypatch.setattr(aio, "MAX_UNREAD_CHUNKS", 8)
 
     async def scenario() -> None:
-        gateway = Gateway(talk_for_ever)
+        has_read = asyncio.Event()
+
+        async def script(gateway: Gateway, caller: Caller) -> None:
+            send(caller, chat_chunk("first"))
+            await has_read.wait()
+            await talk_for_ever(gateway, caller)
+
+        gateway = Gateway(script)
         async with gateway_at(gateway) as endpoint, MooncakeClient(endpoint) as client:
             stream = client.stream_chat(HELLO)
             await anext(stream)
+            has_read.set()
             await until(lambda: gateway.cancelled == 1)
             with pytest.raises(SlowReader):
                 await anext(stream)
