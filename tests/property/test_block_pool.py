@@ -165,7 +165,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert isinstance(got, list)
         assert len(set(got)) == n
-        own_first = own[: max(0, n - room)]
+        own_first = own[: max(0, n - room)] if tenant in QUOTAS else []
         others = [b for b in victims if b not in own_first]
         evicted = others[: max(0, n - len(free) - len(own_first))]
         assert set(got) <= set(free) | set(own_first) | set(evicted)

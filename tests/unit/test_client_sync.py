@@ -87,6 +87,7 @@ def test_who_stops_reading_ends_the_request(how: str) -> None:
 
 
 def test_a_keyboard_interrupt_ends_the_request() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started without one
     gateway = Gateway(say_and_stall())
     with gateway_thread(gateway) as endpoint, SyncMooncakeClient(endpoint) as client:
 
