@@ -233,7 +233,7 @@ def tell(report: Report, found: Mapping[str, Sequence[Window | None]]) -> None:
         for peer in peers:
             if compared := compare(ours, samples[peer]):
                 sign = "≥" if quantity.is_floor else "≤"
-                report.ratio_row(
+                report.row(
                     f"{quantity.name}, beside {peer}",
                     compared.value,
                     quantity.unit,

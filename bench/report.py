@@ -52,14 +52,17 @@ class Report:
         unit: str,
         *,
         baseline: float | None = None,
+        ratio: float | None = None,
         aim: str = "",
         met: bool | None = None,
         n: int | None = None,
         spread: tuple[float, float] | None = None,
         cpu_s_per_gb: float | None = None,
     ) -> None:
-        """Add one quantity; the ratio to its baseline is computed here."""
-        ratio = value / baseline if baseline else None
+        """Add one quantity. Its ratio to the baseline is computed here, unless *ratio* was taken pair by pair and so is
+        not that of the two medians; *spread* is then the ratio's."""
+        if ratio is None and baseline:
+            ratio = value / baseline
         self.rows.append(
             Row(
                 metric=metric,
@@ -72,34 +75,6 @@ class Report:
                 n=n,
                 spread=spread,
                 cpu_s_per_gb=cpu_s_per_gb,
-            )
-        )
-
-    def ratio_row(
-        self,
-        metric: str,
-        value: float,
-        unit: str,
-        *,
-        baseline: float,
-        ratio: float,
-        aim: str,
-        met: bool | None,
-        n: int,
-        spread: tuple[float, float],
-    ) -> None:
-        """One quantity whose *ratio* was taken pair by pair, and so is not that of the two medians. *spread* is its."""
-        self.rows.append(
-            Row(
-                metric=metric,
-                value=value,
-                unit=unit,
-                baseline=baseline,
-                ratio=ratio,
-                aim=aim,
-                met=met,
-                n=n,
-                spread=spread,
             )
         )
 

@@ -157,7 +157,7 @@ def tell(report: Report, measure: Measure, samples: Samples, ours: str) -> None:
         report.row(measure.name, median(median(one) for one in own if one), measure.unit, n=sum(map(bool, own)))
     for peer, found in compared:
         aim = next((aim for aim in measure.aims if aim.peer == peer), None)
-        report.ratio_row(
+        report.row(
             f"{measure.name}, beside {peer}",
             found.value,
             measure.unit,
