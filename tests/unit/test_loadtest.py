@@ -13,7 +13,7 @@ import pytest
 from mooncake_mesh.cli import bench
 from mooncake_mesh.loadtest.driver import Plan, drive, served_model
 from mooncake_mesh.loadtest.mesh_counters import read_counters
-from mooncake_mesh.loadtest.outcomes import Ending, LoadObjectives, RequestResult, quantile, summarise
+from mooncake_mesh.loadtest.outcomes import Ending, LoadObjectives, RequestResult, summarise
 from mooncake_mesh.loadtest.report import json_report, text_report
 from mooncake_mesh.loadtest.stream_client import NoServer, StreamClient, Target
 from mooncake_mesh.loadtest.trace_file import TraceLine, parse_trace_line
@@ -29,6 +29,7 @@ from mooncake_mesh.loadtest.workloads import (
     shared_prefixes,
     traced,
 )
+from mooncake_mesh.policy.slo import quantile
 
 # --- workloads --------------------------------------------------------------------------------------------------------
 

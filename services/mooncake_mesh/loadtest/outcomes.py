@@ -9,10 +9,9 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from statistics import fmean, median, pstdev
 
-from mooncake_mesh.policy.slo import longest_mean_s
+from mooncake_mesh.policy.slo import longest_mean_s, quantile, within
 
 
 class Ending(enum.Enum):
@@ -68,7 +67,7 @@ class LoadObjectives:
 
     def met_by(self, result: RequestResult) -> bool:
         """Whether *result* is good."""
-        return result.ending is Ending.OK and _within(result.ttft_s, self.ttft_s) and _within(result.tbt_s, self.tbt_s)
+        return result.ending is Ending.OK and within(result.ttft_s, self.ttft_s) and within(result.tbt_s, self.tbt_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,11 +165,6 @@ def summarise(results: Sequence[RequestResult], objectives: LoadObjectives) -> S
     )
 
 
-def quantile(ordered: Sequence[float], q: float) -> float:
-    """The least of *ordered* (ascending, not empty) that at least the share *q* does not exceed."""
-    return ordered[max(0, ceil(q * len(ordered)) - 1)]
-
-
 def _spread(values_s: Sequence[float | None]) -> Spread:
     known = sorted(value for value in values_s if value is not None)
     if not known:
@@ -202,7 +196,3 @@ def _peak_concurrent(results: Sequence[RequestResult]) -> int:
         running += change
         peak = max(peak, running)
     return peak
-
-
-def _within(value_s: float | None, limit_s: float | None) -> bool:
-    return value_s is None or limit_s is None or value_s <= limit_s

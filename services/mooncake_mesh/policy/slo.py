@@ -98,7 +98,7 @@ class SloMonitor:
     def _is_in_time(self, outcome: Outcome, unloaded: Unloaded) -> bool:
         ttft_limit_s = self._levels.ttft_limit_s(unloaded.ttft_s)
         tbt_limit_s = self._levels.tbt_limit_s(unloaded.tbt_s)
-        return _within(outcome.ttft_s, ttft_limit_s) and _within(outcome.tbt_s, tbt_limit_s)
+        return within(outcome.ttft_s, ttft_limit_s) and within(outcome.tbt_s, tbt_limit_s)
 
     def report(self, now_s: float) -> tuple[ClassReport, ...]:
         """All classes that had a request, most urgent first."""
@@ -133,11 +133,17 @@ def longest_mean_s(intervals_s: Sequence[float]) -> float | None:
     return sum(sorted(intervals_s)[-n:]) / n
 
 
-def _within(value_s: float | None, limit_s: float | None) -> bool:
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """The least of *ordered* (ascending, not empty) that at least the share *q* does not exceed."""
+    return ordered[max(0, ceil(q * len(ordered)) - 1)]
+
+
+def within(value_s: float | None, limit_s: float | None) -> bool:
+    """Whether an objective is kept: one that is not set is, and so is one on what there was none of."""
     return value_s is None or limit_s is None or value_s <= limit_s
 
 
 def _latency(values_s: Sequence[float], objective_s: float | None) -> Latency:
     ordered = sorted(values_s)
-    p50_s, p90_s, p99_s = (ordered[ceil(q * len(ordered)) - 1] if ordered else 0.0 for q in (0.5, 0.9, 0.99))
+    p50_s, p90_s, p99_s = (quantile(ordered, q) if ordered else 0.0 for q in (0.5, 0.9, 0.99))
     return Latency(p50_s=p50_s, p90_s=p90_s, p99_s=p99_s, objective_s=objective_s)
