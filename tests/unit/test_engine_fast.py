@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config  # noqa: E402
 
-from mooncake_mesh.engine import packing  # noqa: E402
+from mooncake_mesh.engine import attention, packing  # noqa: E402
 from mooncake_mesh.engine.attention import LayerCall, attention_pass, chunk_attention, split_attention  # noqa: E402
 from mooncake_mesh.engine.fused_layer import FusedLayer  # noqa: E402
 from mooncake_mesh.engine.model import LoadedModel, load_model  # noqa: E402
@@ -49,6 +49,20 @@ def test_attention_in_two_parts_is_attention_with_a_mask(tokens: int, positions:
     hidden = torch.arange(positions) > torch.arange(positions - tokens, positions)[:, None]
     mask = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
     torch.testing.assert_close(split_attention(call, k, v), chunk_attention(call, k, v, mask))
+
+
+@pytest.mark.parametrize("scaling", [None, 0.3])
+@pytest.mark.parametrize("positions", [511, 512, 700])
+def test_a_token_attends_alike_by_plain_products(
+    positions: int, scaling: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_HAS_AMX", False)
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn((1, 2, 3, 16), generator=generator).to(torch.bfloat16)
+    k, v = torch.randn((2, 1, 2, 800, 16), generator=generator).to(torch.bfloat16)[:, :, :, :positions]
+    exact = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=scaling)
+    result = attention.token_attention(q, k, v, scaling)
+    torch.testing.assert_close(result.float(), exact, rtol=0.02, atol=0.004)
 
 
 @has_bf16
@@ -122,6 +136,18 @@ def test_a_stage_has_fused_layers_too(tmp_path: Path) -> None:
     _save(tmp_path, CONFIGS["llama"])
     stage = _load(tmp_path, part=StagePart(stage=1, stages=2))
     assert _layers(stage).count("FusedLayer") == stage.layers.count
+
+
+@has_bf16
+def test_only_the_layer_that_would_change_the_results_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path, CONFIGS["llama"])
+    right = FusedLayer.forward
+
+    def wrong_in_the_second(layer: Any, hidden_states: Any, **arguments: Any) -> Any:
+        return right(layer, hidden_states, **arguments) * (3.0 if layer._layer == 1 else 1.0)
+
+    monkeypatch.setattr(FusedLayer, "forward", wrong_in_the_second)
+    assert _layers(_load(tmp_path)) == ["FusedLayer", "LlamaDecoderLayer", "FusedLayer"]
 
 
 @has_bf16

@@ -23,6 +23,8 @@ from mooncake_mesh.engine.kv_storage import ArenaPages, Context, Span
 from mooncake_mesh.errors import InvariantViolated
 
 IMPLEMENTATION: Final = "mooncake_paged"
+_PLAIN_POSITIONS: Final = 512
+_HAS_AMX: Final[bool] = torch.cpu._is_amx_tile_supported()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,12 +149,24 @@ class DecodePass:
             k, v = context.extend(call.layer, new)
             if call.window is not None and call.window < k.shape[2]:
                 k, v = k[:, :, -call.window :], v[:, :, -call.window :]
-            attended.append(functional.scaled_dot_product_attention(query, k, v, scale=call.scaling))
+            attended.append(token_attention(query, k, v, call.scaling))
         return torch.cat(attended).view(batch, 1, heads, head_dim)
 
     def store(self) -> None:
         """Write the K and V of all layers to the arena."""
         self._arena.write_tokens(self._blocks, self._offsets, torch.stack(self._written, dim=1).squeeze(4))
+
+
+def token_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    """Attention of one token: *q* (1, kv_heads, group, head_dim) over *k* and *v* (1, kv_heads, positions, head_dim).
+
+    Over many positions in bfloat16, torch's fused CPU kernel takes twice as long as two plain products do, as long as
+    the keys come first in theirs (docs/engine.md). Where a processor has AMX that was not measured.
+    """
+    if k.shape[2] < _PLAIN_POSITIONS or not q.is_cpu or q.dtype is not torch.bfloat16 or _HAS_AMX:
+        return functional.scaled_dot_product_attention(q, k, v, scale=scaling)
+    scaled = q.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    return torch.matmul(torch.matmul(k, scaled).transpose(-1, -2).softmax(-1), v)
 
 
 def chunk_attention(call: LayerCall, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
