@@ -67,6 +67,12 @@ def _name(process: psutil.Process) -> str:
     return next((word.removeprefix(flag) for word in process.cmdline() if word.startswith(flag)), str(process.pid))
 
 
+def keep_on(process: psutil.Process, cores: Collection[int]) -> None:
+    """Keep all threads of *process*, and what they start from now on, on *cores*."""
+    for thread in process.threads():
+        os.sched_setaffinity(thread.id, cores)
+
+
 @contextmanager
 def prefill_node(mesh: LocalMesh, number: int, engine: Sequence[str], arena_bytes: int) -> Iterator[None]:
     """One more node with a prefill instance in *mesh* for the length of the block: `up` puts all on one node.

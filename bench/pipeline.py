@@ -19,11 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
 from bench import pipeline_layers
 from bench.load import Connection
-from bench.mesh import LocalMesh, local_mesh
+from bench.mesh import LocalMesh, keep_on, local_mesh
 from bench.pipeline_chart import ChunkRun, plot, text_chart, undisturbed_s
 from bench.report import Report
 from mooncake_mesh.config_layerwise import LayerwiseConfig, Overlap
@@ -117,14 +115,8 @@ def _start(meshes: ExitStack, folder: Path, args: argparse.Namespace, stages: in
     instance = _Instance(stages=stages, mesh=meshes.enter_context(local_mesh(flags)), logs=logs)
     cores = sorted(os.sched_getaffinity(0))
     for stage, name in enumerate(instance.processes):
-        hold(instance.mesh.processes[name], cores[stage % len(cores)])
+        keep_on(instance.mesh.processes[name], {cores[stage % len(cores)]})
     return instance
-
-
-def hold(process: psutil.Process, core: int) -> None:
-    """Keep all threads of *process*, and those that they start, on one core."""
-    for thread in process.threads():
-        os.sched_setaffinity(thread.id, {core})
 
 
 async def _measure(instances: Sequence[_Instance], prompt_tokens: int, rounds: int) -> dict[int, list[_Prompt]]:

@@ -1,9 +1,10 @@
 """Placement and overload strategies on this machine, live: `python -m bench.policies`.
 
 Placement: conversations of three turns, each turn carrying the whole history, over two prefill instances, under four
-policies. Overload: twice the arrivals that the mesh can serve, under the four strategies. All in one mesh whose
-conductor is restarted with the next policy; rounds are interleaved, so that what else the machine does hits all alike,
-and every policy has texts of its own, so that none finds what another one left in the pool.
+policies. Overload: twice the arrivals that the mesh can serve, under the four strategies, with the decode instance on a
+core of its own. Each in one mesh whose conductor is restarted with the next policy; rounds are interleaved, so that
+what else the machine does hits all alike, and every policy has texts of its own, so that none finds what another one
+left in the pool.
 It takes ten minutes with the model. What was finished is printed when it is cut off.
 """
 
@@ -18,7 +19,7 @@ from statistics import mean, median
 from typing import Final
 
 from bench.load import Connection, StreamTimes
-from bench.policies_mesh import PolicyMesh, failed, policy_mesh, tell
+from bench.policies_mesh import PolicyMesh, failed, own_cores, shared_cores, tell
 from bench.policies_overload import Overload
 from bench.policies_text import sentences
 from bench.report import Report
@@ -89,16 +90,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.quick:
         args.conversations, args.rounds, args.overload_s, args.overload_rounds = 12, 1, 15.0, 1
-    report = Report("policies", f"{args.engine}, 2 prefill and 1 decode instances, {args.conversations} conversations")
+    report = Report("policies", f"{args.engine}, {args.conversations} conversations on 2P1D, overload on 1P1D")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` sends that: what was finished is told
     whole = False
     placement, overload = Placement(), Overload()
     try:
-        with policy_mesh(args, _LOOSE) as mesh:
-            mesh.measure()
-            if args.conversations:
+        if args.conversations:
+            with shared_cores(args, _LOOSE) as mesh:
+                mesh.measure(largest_batch=4)
                 placement.run(mesh, args)
-            if args.overload_rounds:
+        if args.overload_rounds:
+            with own_cores(args, _LOOSE) as mesh:
+                mesh.measure(largest_batch=16)
                 overload.run(mesh, args)
         whole = True
     except KeyboardInterrupt:

@@ -6,10 +6,11 @@ their messengers have told it.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
@@ -18,32 +19,29 @@ from typing import Any, Final
 import psutil
 
 from bench.load import StreamTimes
-from bench.mesh import LocalMesh, local_mesh, prefill_node
+from bench.mesh import LocalMesh, keep_on, local_mesh, prefill_node
 
 _ARENA_BYTES: Final = 256 << 20
-_WORKERS: Final = ("prefill0", "prefill2", "decode0")
+_DECODE: Final = "decode0"
 _READY_S: Final = 60.0
 _ASK_EVERY_S: Final = 0.2
-_PROFILE: Final = (
-    "--longest-prompt-tokens=512",
-    "--largest-batch=4",
-    "--repeats=1",
-)
 
 
 class PolicyMesh:
-    """Two prefill instances on nodes of their own and one decode instance on a third, under any policy in turn."""
+    """A mesh of *workers* under any policy in turn."""
 
-    def __init__(self, mesh: LocalMesh, config: Path) -> None:
+    def __init__(self, mesh: LocalMesh, config: Path, workers: Sequence[str]) -> None:
         self.mesh = mesh
+        self._workers = workers
         self._config = config
         self._profile = config.with_name("cost.json")
         self._up = next(iter(mesh.processes.values())).parent()
 
-    def measure(self) -> None:
+    def measure(self, *, largest_batch: int) -> None:
         """What work takes here; every conductor from now on goes by it. Raises RuntimeError when measuring fails."""
         command = [sys.executable, "-m", "mooncake_mesh", "profile", f"--conductor={self.mesh.conductor}",
-                   f"--gateway={self.mesh.sdk}", f"--output={self._profile}", *_PROFILE]  # fmt: skip
+                   f"--gateway={self.mesh.sdk}", f"--output={self._profile}", "--longest-prompt-tokens=512",
+                   f"--largest-batch={largest_batch}", "--repeats=1"]  # fmt: skip
         done = subprocess.run(command, stdout=sys.stderr, check=False)
         if done.returncode:
             raise RuntimeError("the mesh could not be measured")
@@ -61,7 +59,7 @@ class PolicyMesh:
             sleep(_ASK_EVERY_S)
             status = self._status()
             working = {m["member"]["instance_id"] for m in status["cluster"]["members"] if m["takes_work"]}
-            if working.issuperset(_WORKERS) and sum(status["indexed_blocks"].values()) >= known:
+            if working.issuperset(self._workers) and sum(status["indexed_blocks"].values()) >= known:
                 return
         raise RuntimeError("the restarted conductor does not know the mesh again")
 
@@ -89,14 +87,38 @@ def write_conductor(config: Path, table: Mapping[str, str | float]) -> None:
 
 
 @contextmanager
-def policy_mesh(args: argparse.Namespace, first: Mapping[str, str | float]) -> Iterator[PolicyMesh]:
-    """A mesh for the length of the block; *first* are the conductor's settings to begin with."""
+def shared_cores(args: argparse.Namespace, first: Mapping[str, str | float]) -> Iterator[PolicyMesh]:
+    """Two prefill instances on nodes of their own and one decode instance on a third, for the length of the block;
+    *first* are the conductor's settings to begin with."""
+    with (
+        _configured(args, first) as (mesh, config),
+        prefill_node(mesh, 2, _engine(args), _ARENA_BYTES),
+    ):
+        yield PolicyMesh(mesh, config, ("prefill0", "prefill2", _DECODE))
+
+
+@contextmanager
+def own_cores(args: argparse.Namespace, first: Mapping[str, str | float]) -> Iterator[PolicyMesh]:
+    """One prefill and one decode instance for the length of the block: the decode instance alone on the last core, all
+    else, this process too, on the others. With one core only, all share it."""
+    cores = os.sched_getaffinity(0)
+    others = cores - {max(cores)} or cores
+    os.sched_setaffinity(0, others)  # `mooncake up` and all that it starts again are born there
+    try:
+        with _configured(args, first) as (mesh, config):
+            keep_on(mesh.processes[_DECODE], {max(cores)})
+            yield PolicyMesh(mesh, config, ("prefill0", _DECODE))
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def _configured(args: argparse.Namespace, first: Mapping[str, str | float]) -> Iterator[tuple[LocalMesh, Path]]:
     with tempfile.TemporaryDirectory(prefix="mooncake-policies-") as folder:
         config = Path(folder) / "mooncake.toml"
         write_conductor(config, first)
-        flags = [*_engine(args), "--arena-bytes", str(_ARENA_BYTES), "--config", str(config)]
-        with local_mesh(flags) as mesh, prefill_node(mesh, 2, _engine(args), _ARENA_BYTES):
-            yield PolicyMesh(mesh, config)
+        with local_mesh([*_engine(args), "--arena-bytes", str(_ARENA_BYTES), "--config", str(config)]) as mesh:
+            yield mesh, config
 
 
 def _engine(args: argparse.Namespace) -> list[str]:
