@@ -1,5 +1,6 @@
 """What is planned, fitted and told of a measurement; measuring itself is a test of a running mesh."""
 
+import asyncio
 import io
 from typing import cast
 
@@ -7,10 +8,13 @@ import pytest
 from rich.console import Console
 
 from mooncake_mesh.cli.profile import error_rows, fitted, show
-from mooncake_mesh.cli.profile_measure import Measurement, Samples, plan_for
+from mooncake_mesh.cli.profile_measure import Measurement, Plan, Samples, plan_for
 from mooncake_mesh.client import MooncakeClient
+from mooncake_mesh.errors import Rejected
 from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_mesh.policy.cost_fit import PrefillSample, StepSample, TransferSample
+from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, Role, StatusReport
+from mooncake_proto.ids import Incarnation, InstanceId, NodeId
 
 PREFILLS = [
     PrefillSample(uncached_tokens=n, cached_tokens=p, elapsed_s=0.01 + 0.001 * n)
@@ -66,3 +70,39 @@ def test_steps_are_grouped_by_batch_and_context() -> None:
     steps = [StepSample(batch=2, context_tokens=n, elapsed_s=s) for n, s in ((200, 1.0), (204, 3.0), (208, 9.0))]
     longer = StepSample(batch=2, context_tokens=2_000, elapsed_s=5.0)
     assert Samples(steps=[*steps, longer]).medians().steps == [steps[1], longer]
+
+
+class SelectiveMesh:
+    """A client and a conductor in one: prompts longer than *longest* are refused, others take a millisecond a token."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._prefills: list[tuple[int, int, float]] = []
+
+    async def generate(self, prompt: list[int], **_: object) -> None:
+        if len(prompt) > self._longest:
+            raise Rejected("ttft_objective", unavailable=False, retry_after_s=1.0)
+        self._prefills.append((len(prompt), 0, 0.001 * len(prompt)))
+
+    async def call(self, *_: object, **__: object) -> StatusReport:
+        load = Load(prefills=len(self._prefills), recent_prefills=tuple(self._prefills[-16:]))
+        member = Member(
+            role=Role.PREFILL, instance_id=InstanceId("p0"), node_id=NodeId("n0"), incarnation=Incarnation("i0"),
+            endpoint="ipc://p0",
+        )  # fmt: skip
+        state = MemberState(member=member, health=Health.ALIVE, load=load, takes_work=True, last_beat_s=0.0)
+        cluster = ClusterState(conductor=Incarnation("c0"), revision=1, members=(state,))
+        return StatusReport(
+            cluster=cluster, healthy=True, reasons=(), indexed_blocks={}, placed_total=0, rejected_total=0, uptime_s=1.0
+        )
+
+
+@pytest.mark.parametrize(("longest", "measured_lengths"), [(64, [32] * 3 + [64] * 3), (8, [])])
+def test_prompts_that_the_mesh_refuses_are_left_out(longest: int, measured_lengths: list[int]) -> None:
+    mesh = SelectiveMesh(longest)
+    made = Measurement(cast(MooncakeClient, mesh), cast(RpcClient, mesh), model=None)
+    told: list[str] = []
+    asyncio.run(made.run(Plan(prompt_tokens=(32, 64, 128), batches=(), repeats=1), told.append))
+    assert [sample.uncached_tokens for sample in made.samples["default"].prefills] == measured_lengths
+    refused = 1 if measured_lengths else 4  # the warm-up and all three lengths
+    assert sum("left out" in line and "ttft_objective" in line for line in told) == refused

@@ -67,7 +67,7 @@ async def _run(config: ProfileConfig) -> int:
         await measurement.run(plan, _tell)
     costs = fitted(measurement)
     if not costs:
-        sys.stderr.write("mooncake profile: no kind of instance did both prefill and decoding\n")
+        sys.stderr.write("mooncake profile: nothing to fit: no prompt, or no decode step, was measured\n")
         return 1
     known = load_kinds(config.output.read_text()) if config.output.exists() else {}
     config.output.write_text(dump_kinds(known | costs))

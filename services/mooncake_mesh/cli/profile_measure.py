@@ -10,13 +10,13 @@ A copy between nodes cannot be ordered from here; what messengers report of thos
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from math import log2
 from statistics import median
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 from uuid import uuid4
 
 from mooncake_mesh.client import MooncakeClient
@@ -107,21 +107,18 @@ class Measurement:
         self._decoders = 1
 
     async def run(self, plan: Plan, tell: Callable[[str], None]) -> None:
-        """Batches that the mesh refuses are left out. Raises the other errors of MooncakeClient; CallTimeout when
-        workers do not report what they did."""
+        """Prompts and batches that the mesh refuses are left out. Raises the other errors of MooncakeClient, and
+        CallTimeout when workers do not report what they did."""
         await self._collect()
         lengths = sorted({min(n_tokens, self._context_tokens // 2) for n_tokens in plan.prompt_tokens})
-        await self._warm_up(lengths[0], plan)
+        await _admitted(self._warm_up(lengths[0], plan), tell)
         for number in range(1, plan.repeats + 1):
             for n_tokens in lengths:
                 tell(f"prefill: {n_tokens} tokens ({number} of {plan.repeats})")
-                await self._prefill(n_tokens, plan)
+                await _admitted(self._prefill(n_tokens, plan), tell)
         for size, context in sorted({(size, min(n, self._context_tokens // 2)) for size, n in plan.batches}):
             tell(f"decode: {size} sequences behind {context} tokens each")
-            try:
-                await self._decode(size, context, plan)
-            except Rejected as refused:  # its admission goes by times that are not known yet
-                tell(f"left out: the mesh lets no more in ({refused.reason})")
+            await _admitted(self._decode(size, context, plan), tell)
 
     async def _warm_up(self, n_tokens: int, plan: Plan) -> None:
         """The first prompt of an engine takes longer than any other like it, so it does not count."""
@@ -249,6 +246,14 @@ class Measurement:
 
     def _prompt(self, n_tokens: int) -> list[int]:
         return self._random.choices(_TOKENS, k=n_tokens)
+
+
+async def _admitted(work: Coroutine[Any, Any, None], tell: Callable[[str], None]) -> None:
+    """What the mesh lets in of *work*: its admission goes by times that are not known yet."""
+    try:
+        await work
+    except Rejected as refused:
+        tell(f"left out: the mesh lets no more in ({refused.reason})")
 
 
 def _doubling(first: int, last: int) -> list[int]:
