@@ -43,6 +43,7 @@ _MOST_AT_ONCE: Final = 6
 _COPY_DESCRIPTORS: Final = 4  # of a copy that was declined, as another one was under way
 _PAIR_DESCRIPTORS: Final = 6
 _SOURCE_DESCRIPTORS: Final = 12
+_UNCONNECTED_DESCRIPTORS: Final = _COPY_DESCRIPTORS + 4 * (_PAIR_DESCRIPTORS + _SOURCE_DESCRIPTORS)
 _LOOK_EVERY_S: Final = 0.1
 _RUNNING: Final = re.compile(r"^mooncake_requests_running (\d+)", re.MULTILINE)
 
@@ -57,16 +58,20 @@ def fault_mesh(flags: Mapping[str, Sequence[str]] = FLAGS) -> Mesh:
 
 @dataclass(slots=True, kw_only=True)
 class Ask:
-    """One streamed request: greedy where *seed* is None."""
+    """One streamed request: greedy where *seed* is None. Its *answer* is that of the fake engine unless given."""
 
     prompt: str
     max_tokens: int
     seed: int | None = None
+    answer: str | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
     stream: Stream | None = None
 
     def start(self, base: str) -> "Ask":
         """Send it to the gateway at *base*, an http URL."""
-        fields: dict[str, Any] = {} if self.seed is None else {"temperature": 0.8, "seed": self.seed}
+        fields: dict[str, Any] = dict(self.more)
+        if self.seed is not None:
+            fields |= {"temperature": 0.8, "seed": self.seed}
         self.stream = Stream(base, self.prompt, self.max_tokens, fields)
         self.stream.__enter__()
         return self
@@ -93,6 +98,8 @@ class Ask:
 
     def expected(self) -> str:
         """What an undisturbed mesh answers."""
+        if self.answer is not None:
+            return self.answer
         tokenizer = ByteTokenizer()
         sampling = None if self.seed is None else Sampling(temperature=0.8, seed=self.seed)
         prompt = tokenizer.encode(self.prompt, SpecialTokens.ADD)
@@ -159,7 +166,10 @@ class Books:
 
     def open(self) -> None:
         """Have every prefill instance work with every decode instance, then note what is held."""
-        spare = self._connect_all()
+        self.note(self._connect_all())
+
+    def note(self, spare: int = _UNCONNECTED_DESCRIPTORS) -> None:
+        """Note what is held, and that every process may have *spare* descriptors more."""
         report = self.mesh.wait_idle()
         self.blocks = dict(_blocks(report.cluster.members))
         self.members = frozenset(str(state.member.instance_id) for state in report.cluster.members)

@@ -12,24 +12,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from bench.fault_mesh import Ask, Books, End, fault_mesh
+from bench.fault_mesh import Ask, Books, End
+from bench.fault_work import DEADLINE_S, Work
 from tests.mesh.harness import Mesh
 
-CLIENTS: Final = 10
 ROUND_S: Final = 30.0
-DEADLINE_S: Final = 60.0
 _GRACE_S: Final = 10.0
 _PAUSES_S: Final = (0.2, 3.0)
 _STALLS_S: Final = (0.3, 1.0, 2.0, 5.0, 10.0)
 _DOWN_S: Final = (0.0, 0.0, 0.5, 3.0)
 _LEAVERS: Final = 0.15
-_FAMILIES: Final = 6
-_FLAGS: Final = {
-    "gateway": [f"--request-deadline-s={DEADLINE_S:g}"],
-    "conductor": ["--ttft-slo-s=600", "--tbt-slo-s=60"],
-    "prefill": ["--fake-prefill-s-per-token=0.0005", "--chunk-tokens=64"],
-    "decode": ["--fake-decode-s-base=0.03", "--max-batch=8"],
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +42,7 @@ class RandomRun:
 
     minutes: float
     seed: str
+    work: Work
     faults: list[Injected] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
@@ -62,11 +55,11 @@ class RandomRun:
     def run(self) -> None:
         """Needs the fork server. Ends early at the first violation: what comes after it may be its consequence."""
         harm = random.Random(f"{self.seed} harm")
-        clients = [random.Random(f"{self.seed} client {number}") for number in range(CLIENTS)]
+        clients = [random.Random(f"{self.seed} client {number}") for number in range(self.work.clients)]
         try:
-            with fault_mesh(_FLAGS) as mesh:
+            with self.work.mesh() as mesh:
                 books = Books(mesh)
-                books.open()
+                self.work.begin(mesh, books)
                 base = mesh.http
                 self._started_s = time.monotonic()
                 ends_s = self._started_s + 60 * self.minutes
@@ -77,7 +70,7 @@ class RandomRun:
                     self.violations += [f"round {self.rounds}: {found}" for found in books.differences(over_s)]
                     self.rounds += 1
                 if not self.violations:
-                    self.violations += [f"at the end: {found}" for found in books.close()]
+                    self.violations += [f"at the end: {found}" for found in self.work.end(books)]
         except AssertionError as error:
             self.violations.append(f"the mesh broke: {error}")
 
@@ -99,12 +92,7 @@ class RandomRun:
 
     def _work(self, base: str, rng: random.Random, over: threading.Event) -> None:
         while not over.is_set():
-            family = f"family {rng.randrange(_FAMILIES)} tells " * rng.randrange(1, 12)
-            ask = Ask(
-                prompt=f"{family}{rng.randrange(10**9)}",
-                max_tokens=rng.choice((1, 2, 8, 30, 80)),
-                seed=rng.choice((None, rng.randrange(1, 10**6))),
-            )
+            ask = self.work.ask(rng)
             leaves_s = rng.uniform(0.0, 1.0) if rng.random() < _LEAVERS else None
             began_s = time.monotonic()
             ask.start(base)

@@ -2,7 +2,7 @@
 
 ====================== ==============================================================================================
 without an option      the matrix: process x stage of a request x fault, see fault_matrix.py
-``--random MINUTES``   random faults under load, see fault_random.py
+``--random MINUTES``   random faults under load, see fault_random.py; with ``--engine transformers`` on real engines
 ``--storm``            hundreds of streams cancelled at once, see fault_storm.py
 ====================== ==============================================================================================
 
@@ -17,36 +17,43 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Final
 
 from bench.fault_matrix import Cell, Fault, Target, run_matrix, table
 from bench.fault_mesh import Books, fault_mesh
 from bench.fault_random import RandomRun
 from bench.fault_stages import Stage
 from bench.fault_storm import STREAMS, storm
-from tests.mesh.fork_server import ForkServer
+from bench.fault_work import FakeWork, RealWork, Work
+from tests.mesh.fork_server import REAL_MODULES, ForkServer
 from tests.mesh.harness import Mesh
 
 _STORM_RATIO = 1.5
+_WORK: Final[dict[str, Callable[[], Work]]] = {"fake": FakeWork, "transformers": RealWork}
+_MODULES: Final = {"fake": (), "transformers": REAL_MODULES}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.faults", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--random", type=float, metavar="MINUTES", help="random faults under load, for so long")
+    parser.add_argument("--engine", choices=_WORK, default="fake", help="of --random: which engines")
     parser.add_argument("--storm", action="store_true", help=f"cancel {STREAMS} streams within two seconds")
     parser.add_argument("--seed", default=str(random.randrange(10**6)), help="of what is random; times still differ")
     for name, choices in (("target", Target), ("fault", Fault), ("stage", Stage)):
         names = [choice.name.lower() for choice in choices]
         parser.add_argument(f"--{name}", choices=names, action="append", help="only this part of the matrix")
     arguments = parser.parse_args()
+    if arguments.engine != "fake" and arguments.random is None:
+        parser.error("--engine: the matrix and the storm are of fake engines")
     act = _random if arguments.random is not None else _storm if arguments.storm else _matrix
-    return _with_forks(lambda: act(arguments))
+    return _with_forks(arguments.engine, lambda: act(arguments))
 
 
-def _with_forks(act: Callable[[], list[str]]) -> int:
+def _with_forks(engine: str, act: Callable[[], list[str]]) -> int:
     """Run *act*, which says what was violated; the exit code."""
     began_s = time.monotonic()
-    with ForkServer() as server:
-        Mesh.fork_servers["fake"] = server
+    with ForkServer(*_MODULES[engine]) as server:
+        Mesh.fork_servers[engine] = server
         violations = act()
     for violation in violations:
         print(f"VIOLATION {violation}")
@@ -77,8 +84,9 @@ def _matrix(arguments: argparse.Namespace) -> list[str]:
 
 
 def _random(arguments: argparse.Namespace) -> list[str]:
-    print(f"bench.faults --random {arguments.random:g} --seed {arguments.seed}", flush=True)
-    run = RandomRun(minutes=arguments.random, seed=arguments.seed)
+    about = f"--random {arguments.random:g} --engine {arguments.engine} --seed {arguments.seed}"
+    print(f"bench.faults {about}", flush=True)
+    run = RandomRun(minutes=arguments.random, seed=arguments.seed, work=_WORK[arguments.engine]())
     run.run()
     print(run.report())
     return [f"{violation} (seed {arguments.seed})" for violation in run.violations]

@@ -4,7 +4,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from tests.mesh.fork_server import ForkServer
+from tests.mesh.fork_server import REAL_MODULES, ForkServer
 from tests.mesh.harness import Mesh
 
 
@@ -20,7 +20,7 @@ def _forks_fake_meshes() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def _forks_real_meshes() -> Iterator[None]:
     """The same for meshes of the real engine, whose imports take longest."""
-    with ForkServer("mooncake_mesh.engine.runner", "mooncake_mesh.gateway.model_tokenizer") as server:
+    with ForkServer(*REAL_MODULES) as server:
         Mesh.fork_servers["transformers"] = server
         yield
         del Mesh.fork_servers["transformers"]

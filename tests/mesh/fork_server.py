@@ -36,6 +36,9 @@ _MODULES: Final = (
     "uvicorn.loops.auto",
     "uvicorn.protocols.http.httptools_impl",
 )
+REAL_MODULES: Final = ("mooncake_mesh.engine.runner", "mooncake_mesh.gateway.model_tokenizer")
+"""For a ForkServer of meshes with the real engine, besides those of all roles."""
+
 _PACKET_BYTES: Final = 1 << 16
 
 
