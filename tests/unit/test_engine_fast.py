@@ -1,5 +1,6 @@
-"""The shorter ways on the CPU compute what the long ones do: attention in two parts, packed weights, fused layers."""
+"""The shorter ways on the CPU compute what the long ones do: attention, packed weights, fused layers."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ torch = pytest.importorskip("torch")
 
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config  # noqa: E402
 
-from mooncake_mesh.engine import attention, packing  # noqa: E402
-from mooncake_mesh.engine.attention import LayerCall, attention_pass, chunk_attention, split_attention  # noqa: E402
+from mooncake_mesh.engine import attention_kernels as kernels  # noqa: E402
+from mooncake_mesh.engine import packing  # noqa: E402
+from mooncake_mesh.engine.attention import attention_pass  # noqa: E402
+from mooncake_mesh.engine.attention_kernels import LayerCall, chunk_attention  # noqa: E402
 from mooncake_mesh.engine.fused_layer import FusedLayer  # noqa: E402
 from mooncake_mesh.engine.model import LoadedModel, load_model  # noqa: E402
 from mooncake_mesh.engine.packing import PackedLinear  # noqa: E402
@@ -40,15 +43,52 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize(("tokens", "positions"), [(2, 3), (16, 80), (33, 34), (64, 65)])
-def test_attention_in_two_parts_is_attention_with_a_mask(tokens: int, positions: int) -> None:
+def _call(tokens: int, positions: int, dtype: Any, scaling: float | None = 0.3) -> tuple[LayerCall, Any, Any]:
+    """A call with its k and v, and those of everything before."""
     generator = torch.Generator().manual_seed(1)
     q = torch.randn((1, tokens, 6, 16), generator=generator).transpose(1, 2)  # strided as models have it
-    k, v = torch.randn((2, 1, 2, positions, 16), generator=generator)
-    call = LayerCall(layer=0, q=q, k=k, v=v, scaling=0.3, window=None, other={})
+    k, v = torch.randn((2, 1, 2, positions, 16), generator=generator).to(dtype)
+    return LayerCall(layer=0, q=q.to(dtype), k=k, v=v, scaling=scaling, window=None, other={}), k, v
+
+
+def _masked(call: LayerCall, k: Any, v: Any) -> Any:
+    """The plain way, in float32: every score, and a mask."""
+    tokens, positions = call.q.shape[2], k.shape[2]
     hidden = torch.arange(positions) > torch.arange(positions - tokens, positions)[:, None]
     mask = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
-    torch.testing.assert_close(split_attention(call, k, v), chunk_attention(call, k, v, mask))
+    whole = dataclasses.replace(call, q=call.q.float())
+    return chunk_attention(whole, k.float(), v.float(), mask)
+
+
+@pytest.mark.parametrize(("tokens", "positions"), [(2, 3), (16, 80), (33, 34), (64, 65)])
+def test_attention_in_two_parts_is_attention_with_a_mask(tokens: int, positions: int) -> None:
+    call, k, v = _call(tokens, positions, torch.float32)
+    torch.testing.assert_close(kernels.split_attention(call, k, v), _masked(call, k, v))
+
+
+@pytest.mark.parametrize(("tokens", "positions"), [(2, 2), (64, 64), (65, 65), (200, 200), (9, 80), (130, 700)])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+@pytest.mark.parametrize("scores", [1, 1 << 23])
+def test_attention_block_by_block_is_attention_with_a_mask(
+    tokens: int, positions: int, scaling: float | None, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_BLOCK_SCORES", scores)
+    call, k, v = _call(tokens, positions, torch.bfloat16, scaling)
+    result = kernels.blocked_attention(call, k, v)
+    assert result.dtype is torch.bfloat16
+    torch.testing.assert_close(result.float(), _masked(call, k, v), rtol=0.03, atol=0.02)
+
+
+@pytest.mark.parametrize("has_amx", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("positions", [40, 90])
+def test_every_way_of_causal_attention_is_the_same(
+    has_amx: bool, dtype: Any, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_HAS_AMX", has_amx)
+    call, k, v = _call(40, positions, dtype)
+    within = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.03, "atol": 0.02}
+    torch.testing.assert_close(kernels.causal_attention(call, k, v).float(), _masked(call, k, v), **within)
 
 
 @pytest.mark.parametrize("scaling", [None, 0.3])
@@ -56,12 +96,12 @@ def test_attention_in_two_parts_is_attention_with_a_mask(tokens: int, positions:
 def test_a_token_attends_alike_by_plain_products(
     positions: int, scaling: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_HAS_AMX", False)
+    monkeypatch.setattr(kernels, "_HAS_AMX", False)
     generator = torch.Generator().manual_seed(1)
     q = torch.randn((1, 2, 3, 16), generator=generator).to(torch.bfloat16)
     k, v = torch.randn((2, 1, 2, 800, 16), generator=generator).to(torch.bfloat16)[:, :, :, :positions]
     exact = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=scaling)
-    result = attention.token_attention(q, k, v, scaling)
+    result = kernels.token_attention(q, k, v, scaling)
     torch.testing.assert_close(result.float(), exact, rtol=0.02, atol=0.004)
 
 

@@ -4,44 +4,21 @@ transformers looks its attention function up by name in a registry and calls it 
 them to the *pass* of the forward that is running (a context variable: a model has no argument that reaches every
 attention layer). The pass adds K and V to its sequences' contexts and attends over them. The mask function of that name
 builds nothing, for the mask follows from the positions that a pass knows.
-
-Query heads that share a kv head are never served by repeating K and V: for one query token they become the query
-positions of that head, for many they share one expanded view.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
-import torch.nn.functional as functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from mooncake_mesh.engine.attention_kernels import LayerCall, causal_attention, chunk_attention, token_attention
 from mooncake_mesh.engine.kv_storage import ArenaPages, Context, Span
 from mooncake_mesh.errors import InvariantViolated
 
 IMPLEMENTATION: Final = "mooncake_paged"
-_PLAIN_POSITIONS: Final = 512
-_HAS_AMX: Final[bool] = torch.cpu._is_amx_tile_supported()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCall:
-    """One layer's attention: q (batch, heads, tokens, head_dim), k and v (batch, kv_heads, tokens, head_dim).
-
-    ``window``: how many positions, its own among them, a token sees; None for all. ``other`` are the arguments that the
-    model passed beside these.
-    """
-
-    layer: int
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    scaling: float | None
-    window: int | None
-    other: dict[str, Any]
 
 
 class AttentionPass(Protocol):
@@ -109,8 +86,8 @@ class PrefillPass:
         kv = torch.cat((call.k, call.v))
         self._store(call.layer, kv)
         k, v = self._context.extend(call.layer, kv)
-        if call.q.is_cpu and 1 < call.q.shape[2] < k.shape[2] and (call.window is None or call.window >= span.end):
-            return split_attention(call, k, v)
+        if call.q.is_cpu and call.q.shape[2] > 1 and (call.window is None or call.window >= span.end):
+            return causal_attention(call, k, v)
         first = 0 if call.window is None else max(0, span.start + 1 - call.window)
         return chunk_attention(call, k[:, :, first:], v[:, :, first:], self._mask(call, first))
 
@@ -155,62 +132,6 @@ class DecodePass:
     def store(self) -> None:
         """Write the K and V of all layers to the arena."""
         self._arena.write_tokens(self._blocks, self._offsets, torch.stack(self._written, dim=1).squeeze(4))
-
-
-def token_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """Attention of one token: *q* (1, kv_heads, group, head_dim) over *k* and *v* (1, kv_heads, positions, head_dim).
-
-    Over many positions in bfloat16, torch's fused CPU kernel takes twice as long as two plain products do, as long as
-    the keys come first in theirs (docs/engine.md). Where a processor has AMX that was not measured.
-    """
-    if k.shape[2] < _PLAIN_POSITIONS or not q.is_cpu or q.dtype is not torch.bfloat16 or _HAS_AMX:
-        return functional.scaled_dot_product_attention(q, k, v, scale=scaling)
-    scaled = q.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    return torch.matmul(torch.matmul(k, scaled).transpose(-1, -2).softmax(-1), v)
-
-
-def chunk_attention(call: LayerCall, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Attention of one sequence's chunk over *k* and *v* (1, kv_heads, positions, head_dim).
-
-    Without a *mask* (tokens, positions) the chunk is the first one and plainly causal, or a single token that sees all.
-    """
-    _, heads, tokens, head_dim = call.q.shape
-    kv_heads, positions = k.shape[1], k.shape[2]
-    groups = heads // kv_heads
-    attended = functional.scaled_dot_product_attention(
-        call.q.view(kv_heads, groups, tokens, head_dim),
-        k[0, :, None].expand(kv_heads, groups, positions, head_dim),
-        v[0, :, None].expand(kv_heads, groups, positions, head_dim),
-        attn_mask=mask,
-        is_causal=mask is None and tokens > 1,
-        scale=call.scaling,
-    )
-    return attended.permute(2, 0, 1, 3).reshape(1, tokens, heads, head_dim)
-
-
-def split_attention(call: LayerCall, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """As :func:`chunk_attention` on the CPU, for a chunk behind others: over what was before, and causally over itself.
-
-    A mask would be read and added for every head, and half of the chunk's own square computed for nothing. The two
-    results are weighed by the sums of exponentials that each was divided by.
-    """
-    _, heads, tokens, head_dim = call.q.shape
-    kv_heads, start = k.shape[1], k.shape[2] - tokens
-    groups = heads // kv_heads
-    q = call.q.reshape(1, kv_heads, groups * tokens, head_dim)
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    past, past_lse = attend(q, k[:, :, :start], v[:, :, :start], 0.0, False, scale=call.scaling)
-    own, own_lse = attend(
-        q.view(kv_heads, groups, tokens, head_dim),
-        k[0, :, None, start:].expand(kv_heads, groups, tokens, head_dim),
-        v[0, :, None, start:].expand(kv_heads, groups, tokens, head_dim),
-        0.0,
-        True,
-        scale=call.scaling,
-    )
-    share = torch.sigmoid(own_lse - past_lse.view(own_lse.shape)).unsqueeze(-1).to(own.dtype)
-    attended = torch.lerp(past.view(own.shape), own, share)
-    return attended.permute(2, 0, 1, 3).reshape(1, tokens, heads, head_dim)
 
 
 def _chunk_mask(span: Span, window: int | None, first: int, like: torch.Tensor) -> torch.Tensor | None:

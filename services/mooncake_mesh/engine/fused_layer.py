@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from mooncake_mesh.engine.attention import LayerCall, attend
+from mooncake_mesh.engine.attention import attend
+from mooncake_mesh.engine.attention_kernels import LayerCall
 from mooncake_mesh.engine.packing import PackedLinear
 
 _KNOWN: Final = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"})

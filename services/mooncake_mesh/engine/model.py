@@ -18,7 +18,8 @@ import transformers
 from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
-from mooncake_mesh.engine.attention import IMPLEMENTATION, LayerCall, attention_pass, chunk_attention
+from mooncake_mesh.engine.attention import IMPLEMENTATION, attention_pass
+from mooncake_mesh.engine.attention_kernels import LayerCall, chunk_attention
 from mooncake_mesh.engine.fused_layer import FusedLayer, Rotation, can_fuse
 from mooncake_mesh.engine.kv_storage import torch_dtype
 from mooncake_mesh.engine.packing import can_pack, pack
