@@ -229,7 +229,7 @@ def test_it_expires_and_comes_back(acme: Tenant) -> None:
     acme.wait_status(cache_id, "ready")
 
 
-def test_deleted_is_gone_while_who_uses_it_goes_on(acme: Tenant) -> None:
+def test_deleted_while_in_use_the_running_request_finishes(acme: Tenant) -> None:
     cache_id = acme.create("to be deleted " * 50)["id"]
     messages = [{"role": "cache", "content": f"cache_id={cache_id}"}, QUESTION]
     body = {"model": MODEL, "messages": messages, "max_tokens": 60, "temperature": 0, "stream": True}
@@ -245,7 +245,7 @@ def test_deleted_is_gone_while_who_uses_it_goes_on(acme: Tenant) -> None:
         assert code(answer) == (404, "context_cache_not_found")
 
 
-def test_larger_than_the_pool_it_fails(acme: Tenant) -> None:
+def test_a_cache_larger_than_the_pool_fails(acme: Tenant) -> None:
     cache_id = acme.create("x" * (POOL_TOKENS + 100))["id"]
     failed = acme.wait_status(cache_id, "error")
     assert failed["error"]["type"] == "rejected"

@@ -1,66 +1,16 @@
 """Context caching behind the HTTP doors, over a scripted mesh: what creations and uses answer, cost and leave alone."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from mooncake_mesh.errors import InvalidRequest
-from mooncake_mesh.gateway.api_keys import add
-from mooncake_mesh.gateway.cache_keeper import CacheKeeper
-from mooncake_mesh.gateway.cache_thread import CacheThread
-from mooncake_mesh.gateway.context_cache import CacheLimits
-from mooncake_mesh.gateway.context_caching import ContextCaching
-from mooncake_mesh.gateway.doorkeeper import Doorkeeper
-from mooncake_mesh.gateway.http import HttpLimits, create_app
 from mooncake_mesh.gateway.rate_limits import TenantLimits
 from mooncake_mesh.gateway.tokenizer import ByteTokenizer, ChatMessage
 from mooncake_mesh.gateway.tools import Tool
-from tests.unit.gateway_doubles import CONTEXT_TOKENS, MODEL, Exchange, Gateway, says
-from tests.unit.test_cache_keeper import Pool
-
-SYSTEM = {"role": "system", "content": "You know the harbour by heart."}
-QUESTION = {"role": "user", "content": "Which ship?"}
-SHARED = len(ByteTokenizer().encode_chat([ChatMessage(role="system", content=SYSTEM["content"])])) - len("assistant\n")
-
-
-class Site:
-    """A gateway with context caches, without a keeper at work: caches stay pending."""
-
-    def __init__(self, gateway: Gateway, keeper: Doorkeeper, caching: ContextCaching, key: str) -> None:
-        self.mesh = gateway.mesh
-        limits = HttpLimits()
-        self.app = create_app(gateway.mesh, gateway.completions, gateway.metrics, limits, keeper, caching)
-        self.key = key
-
-    async def call(self, method: str, path: str, body: dict[str, Any] | None = None, **headers: str) -> Exchange:
-        data = b"" if body is None else orjson.dumps({"model": MODEL, **body})
-        headers["authorization"] = f"Bearer {self.key}"
-        return await Exchange(self.app, f"/v1{path}", data, method=method, **headers).run()
-
-    async def create(self, **fields: Any) -> Any:
-        exchange = await self.call("POST", "/caching", {"messages": [SYSTEM], **fields})
-        return exchange.json()
-
-    async def chat(self, *messages: dict[str, str], **headers: str) -> Exchange:
-        return await self.call("POST", "/chat/completions", {"messages": list(messages), "max_tokens": 2}, **headers)
-
-
-def play(scene: Callable[[Site], Awaitable[None]], folder: Path, limits: TenantLimits | None = None) -> None:
-    async def run() -> None:
-        key = add(folder / "keys.json", "app", "acme", limits)
-        doorkeeper, caches = Doorkeeper(folder / "keys.json"), CacheThread(":memory:", CacheLimits())
-        gateway = Gateway(says("hi", cached=500), doorkeeper=doorkeeper)
-        async with asyncio.TaskGroup() as tasks:
-            keeper = CacheKeeper(caches, gateway.mesh, Pool(0), tasks)
-            caching = ContextCaching(caches, keeper, gateway.completions.preparation, doorkeeper.rates)
-            await scene(Site(gateway, doorkeeper, caching, key))
-        caches.close()
-
-    asyncio.run(run())
+from tests.unit.caching_site import QUESTION, SHARED, SYSTEM, Site, play
+from tests.unit.gateway_doubles import CONTEXT_TOKENS
 
 
 def test_a_cache_is_as_long_as_what_all_its_prompts_share(tmp_path: Path) -> None:

@@ -126,3 +126,17 @@ def test_every_variable_of_the_compose_file_is_explained() -> None:
     used = set(re.findall(r"\$\{([A-Z_]+)", (_ROOT / "docker-compose.yml").read_text()))
     explained = set(re.findall(r"^([A-Z_]+)=", (_ROOT / ".env.example").read_text(), re.MULTILINE))
     assert explained - {"COMPOSE_PROFILES"} == used
+
+
+def test_every_edge_case_of_context_caching_names_one_test_that_exists() -> None:
+    page = (_ROOT / "docs" / "context-caching.md").read_text()
+    section = page.split("\n## Edge cases\n")[1].split("\n## ")[0]
+    files = dict(re.findall(r"`(\w+)` is\s+`([\w/]+\.py)`", section))
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| ")][1:]
+    named = [re.fullmatch(r" (\w+) `(\w+)` ", row[-2]) for row in rows]
+    assert len(named) > 20
+    assert all(named)
+    tests = [match.groups() for match in named if match is not None]
+    assert len(set(tests)) == len(tests) == len({row[1] for row in rows})
+    missing = [name for file, name in tests if f"\ndef {name}(" not in (_ROOT / files[file]).read_text()]
+    assert missing == []
