@@ -9,6 +9,8 @@ import pytest
 
 import mooncake_mesh.client
 import mooncake_mesh.errors
+from mooncake_mesh.client.caching import Caching, CachingTags
+from mooncake_mesh.client.sync_caching import SyncCaching, SyncCachingTags
 from mooncake_mesh.config import SECTIONS
 from mooncake_mesh.errors import MooncakeError
 from mooncake_proto.control import Role
@@ -54,6 +56,9 @@ CODES = {
 SDK = {
     "RequestTrace",
     "TraceStep",
+    "CacheError",
+    "CacheTag",
+    "ContextCache",
     "DEFAULT_ENDPOINT",
     "Aborted",
     "AnswerStream",
@@ -106,7 +111,8 @@ def test_all_names_what_is_there() -> None:
 
 
 def test_the_sdk_exports_what_it_promises_and_nothing_else() -> None:
-    modules = {"aio", "answers", "failures", "options", "sync", "timeouts"}
+    modules = {"aio", "answers", "caching", "caching_answers", "client_loop", "failures", "options", "sync"}
+    modules |= {"sync_caching", "timeouts"}
     there = {name for name in vars(mooncake_mesh.client) if not name.startswith("_")}
     assert there - modules == set(mooncake_mesh.client.__all__) == SDK
 
@@ -118,6 +124,16 @@ def test_both_clients_have_the_same_calls(name: str) -> None:
         for client in (mooncake_mesh.client.SyncMooncakeClient, mooncake_mesh.client.MooncakeClient)
     )
     assert plain == asynchronous
+
+
+def test_both_clients_have_the_same_calls_for_caches_and_tags() -> None:
+    for plain, asynchronous in ((SyncCaching, Caching), (SyncCachingTags, CachingTags)):
+        names = [name for name in vars(asynchronous) if not name.startswith("_")]
+        assert names == [name for name in vars(plain) if not name.startswith("_")]
+        for name in names:
+            assert [inspect.signature(getattr(calls, name)).parameters for calls in (plain, asynchronous)] == [
+                inspect.signature(getattr(asynchronous, name)).parameters
+            ] * 2
 
 
 def test_every_role_of_the_wire_is_a_command() -> None:

@@ -69,6 +69,42 @@ class Models:
     response: bytes
 
 
+class CachingAction(enum.Enum):
+    """A call of the context caching API, by what it does to caches and to tags."""
+
+    CREATE = "create"
+    LIST = "list"
+    GET = "get"
+    UPDATE = "update"
+    DELETE = "delete"
+    POINT_TAG = "point_tag"
+    LIST_TAGS = "list_tags"
+    GET_TAG = "get_tag"
+    TAG_CONTENT = "tag_content"
+    DELETE_TAG = "delete_tag"
+
+
+@message("client.caching")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachingCall:
+    """A call of /v1/caching. ``name`` is the id or the tag in the path of such a call, ``query`` what a list is asked
+    for, ``request`` the JSON object in its body; empty where there is none. Answered by CachingAnswer."""
+
+    action: CachingAction
+    request: bytes
+    name: str = ""
+    query: dict[str, str] = field(default_factory=dict)
+    api_key: str = field(default="", repr=False)
+
+
+@message("client.caching_answer")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachingAnswer:
+    """The JSON body that the HTTP endpoint answers with."""
+
+    response: bytes
+
+
 @message("client.trace_query")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceQuery:

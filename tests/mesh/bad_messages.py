@@ -132,6 +132,15 @@ FIELDS: Final = (
     _field("no operation", "sdk", "client.generate", "operation", {}, request=b"{}"),
     _field("no request", "sdk", "client.generate", "request", {"operation": "chat"}),
     _field("request in the header", "sdk", "client.generate", "request", {"operation": "chat", "request": "{}"}),
+    _field("caching action unknown", "sdk", "client.caching", "action", {"action": "dance"}, request=b""),
+    _field(
+        "caching query of numbers",
+        "sdk",
+        "client.caching",
+        "query.n",
+        {"action": "list", "query": {"n": 1}},
+        request=b"",
+    ),
     _field("target a list", "sdk", "client.cancel", "target", {"target": ["7"]}),
     _field(
         "token a string",

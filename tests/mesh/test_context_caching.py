@@ -149,9 +149,15 @@ def test_a_dry_run_computes_nothing(acme: Tenant, cache: Any) -> None:
 
 
 def test_over_zeromq(acme: Tenant, cache: Any) -> None:
-    messages: list[Any] = [{"role": "cache", "content": f"cache_id={cache['id']}"}, QUESTION]
     with SyncMooncakeClient(acme.mesh.sdk, api_key=acme.key) as client:
-        assert client.chat(messages, model=MODEL, max_tokens=4).usage.cached_tokens >= 3000
+        found = client.caching.tags.content("harbour-1")
+        assert found == client.caching.get(cache["id"])
+        assert (found.id, found.tokens, found.status) == (cache["id"], cache["tokens"], "ready")
+        assert client.chat([found.message(), QUESTION], model=MODEL, max_tokens=4).usage.cached_tokens >= 3000
+        made = client.caching.create([{"role": "system", "content": "An inland harbour. " * 40}], ttl=60)
+        assert client.caching.list(limit=1) == (made,)
+        client.caching.delete(made.id)
+    assert acme.call("GET", f"/caching/{made.id}").status == 404
 
 
 def test_of_another_tenant_there_is_nothing(tenants: tuple[Tenant, Tenant], cache: Any) -> None:

@@ -41,6 +41,14 @@ def _no_socket_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def fake_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    """For all tests of this module that do it no lasting harm; with context caches."""
+    file = tmp_path_factory.mktemp("sdk") / "caches.sqlite"
+    with Mesh(flags={"gateway": [f"--cache-db={file}"]}) as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
 def slow_mesh() -> Iterator[Mesh]:
     """Slow enough that a request is still running when something is done to it."""
     with Mesh(flags=SLOW) as mesh:

@@ -11,19 +11,28 @@ import pytest
 
 from mooncake_mesh.gateway.api_keys import add
 from mooncake_mesh.gateway.cache_keeper import CacheKeeper
+from mooncake_mesh.gateway.cache_pins import PinState
 from mooncake_mesh.gateway.cache_thread import CacheThread
 from mooncake_mesh.gateway.context_cache import CacheLimits
 from mooncake_mesh.gateway.context_caching import ContextCaching
 from mooncake_mesh.gateway.doorkeeper import Doorkeeper
 from mooncake_mesh.gateway.http import HttpLimits, create_app
 from mooncake_mesh.gateway.rate_limits import TenantLimits
+from mooncake_mesh.gateway.sdk_door import SdkDoor
 from mooncake_mesh.gateway.tokenizer import ByteTokenizer, ChatMessage
 from tests.unit.gateway_doubles import MODEL, Exchange, Gateway, Script, says
-from tests.unit.test_cache_keeper import Pool
 
 SYSTEM = {"role": "system", "content": "You know the harbour by heart."}
 QUESTION = {"role": "user", "content": "Which ship?"}
 SHARED = len(ByteTokenizer().encode_chat([ChatMessage(role="system", content=SYSTEM["content"])])) - len("assistant\n")
+
+
+class _EmptyPool:
+    async def pin(self, pin_id: str, prefix: bytes, *, model: str, tenant: str, keep_s: float) -> PinState | None:
+        return PinState(n_blocks=2, n_pinned=0)
+
+    async def unpin(self, pin_id: str) -> None:
+        """Nothing is pinned."""
 
 
 class Site:
@@ -38,6 +47,7 @@ class Site:
         self.mesh = gateway.mesh
         limits = HttpLimits()
         self.app = create_app(gateway.mesh, gateway.completions, gateway.metrics, limits, doorkeeper, caching)
+        self.sdk_handlers = SdkDoor(gateway.mesh, gateway.completions, doorkeeper, caching).handlers()
         self.key, self.other_key = keys
         self.now_s = 1_000_000.5
 
@@ -81,7 +91,7 @@ def play(
         doorkeeper, caches = Doorkeeper(file), CacheThread(":memory:", CacheLimits())
         gateway = Gateway(script or says("hi", cached=500), doorkeeper=doorkeeper)
         async with asyncio.TaskGroup() as tasks:
-            keeper = CacheKeeper(caches, gateway.mesh, Pool(0), tasks)
+            keeper = CacheKeeper(caches, gateway.mesh, _EmptyPool(), tasks)
             caching = ContextCaching(caches, keeper, gateway.completions.preparation, doorkeeper.rates)
             site = Site(gateway, doorkeeper, caching, keys)
             with pytest.MonkeyPatch.context() as patch:

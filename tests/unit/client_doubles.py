@@ -60,11 +60,15 @@ Script = Callable[["Gateway", Caller], Awaitable[object]]
 
 
 class Gateway:
-    """Answers each request with *script*; ``requests`` are those that came, as JSON objects."""
+    """Answers each request with *script*; ``requests`` are those that came, as JSON objects.
+
+    ``more`` handles messages of other kinds.
+    """
 
     def __init__(self, script: Script | None = None, *, models: tuple[str, ...] = ("m",)) -> None:
         self.script = script or say("Hel", "lo")
         self.models = list(models)
+        self.more: dict[type, Handler] = {}
         self.model_queries = 0
         self.requests: list[dict[str, Any]] = []
         self.running = 0
@@ -77,6 +81,7 @@ class Gateway:
             Cancel: self._cancel,
             ModelsQuery: self._models,
             HealthQuery: lambda _, __: HealthReport(live=True, ready=False, reasons=("no_decode",)),
+            **self.more,
         }
 
     async def _generate(self, request: Generate, caller: Caller) -> object:

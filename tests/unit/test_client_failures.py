@@ -5,6 +5,7 @@ import pytest
 from mooncake_mesh import errors
 from mooncake_mesh.client.failures import error_of
 from mooncake_mesh.errors import InvalidRequest, MooncakeError, Rejected, RemoteFailure, failure_of
+from mooncake_mesh.gateway.context_cache import CacheNotFound, CacheQuotaExceeded, CacheUnusable, CachingOff
 from mooncake_mesh.gateway.json_fields import InvalidJson, UnsupportedParameter
 from mooncake_proto.control import Failure
 from mooncake_proto.errors import UnknownKind, VersionMismatch
@@ -34,7 +35,17 @@ def test_what_the_gateway_raised_is_what_the_caller_gets(error: MooncakeError) -
     assert vars(told) | {"code": 0} == vars(error) | {"code": 0}
 
 
-@pytest.mark.parametrize("error", [InvalidJson("m"), UnsupportedParameter("m", param="tools")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidJson("m"),
+        UnsupportedParameter("m", param="tools"),
+        CacheNotFound("m", param="cache_id"),
+        CacheQuotaExceeded("m"),
+        CacheUnusable("m"),
+        CachingOff("m"),
+    ],
+)
 def test_the_gateways_own_kinds_of_mistake_keep_their_code(error: InvalidRequest) -> None:
     told = error_of(failure_of(error))
     assert type(told) is InvalidRequest

@@ -25,6 +25,7 @@ from mooncake_mesh.client.answers import (
     ToolCall,
     Usage,
 )
+from mooncake_mesh.client.caching_answers import CacheError, CacheTag, ContextCache
 from mooncake_mesh.client.sync import SyncAnswerStream, SyncMooncakeClient
 from mooncake_mesh.client.timeouts import Timeouts
 from mooncake_mesh.errors import (
@@ -52,6 +53,8 @@ __all__ = [
     "DEFAULT_ENDPOINT",
     "Aborted",
     "AnswerStream",
+    "CacheError",
+    "CacheTag",
     "CallTimeout",
     "ChatChoice",
     "ChatChunkChoice",
@@ -60,6 +63,7 @@ __all__ = [
     "ChatMessage",
     "Completion",
     "CompletionChoice",
+    "ContextCache",
     "DeadlineExceeded",
     "Delta",
     "Draining",

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, Unpack
@@ -18,6 +18,7 @@ from mooncake_mesh.client.answers import (
     read_completion,
     read_models,
 )
+from mooncake_mesh.client.caching import Caching, CachingTransport
 from mooncake_mesh.client.failures import error_of
 from mooncake_mesh.client.options import ChatOptions, CompletionOptions, Message
 from mooncake_mesh.client.timeouts import Timeouts
@@ -26,6 +27,9 @@ from mooncake_mesh.mesh import key_folder
 from mooncake_mesh.mesh.reply_stream import ReplyStream
 from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_proto.client import (
+    CachingAction,
+    CachingAnswer,
+    CachingCall,
     Cancel,
     Generate,
     GenerationDelta,
@@ -140,6 +144,8 @@ class MooncakeClient:
     *api_key* is the variable MOONCAKE_API_KEY unless given. *keys* is the folder that ``mooncake keys issue`` made for
     this client, for a gateway with keys on another machine (docs/security.md); ConfigError where it is not in order.
 
+    ``caching`` has the calls of the context caching API.
+
     Raises (from every call): PeerUnreachable (KeyRefused: see *keys*), CallTimeout, InvalidApiKey; from requests also
     Rejected (``retry_after_s`` says when to come back), Draining, InvalidRequest (``param`` names the field) with
     ModelNotFound and TooLong, DeadlineExceeded, Aborted, SlowReader; WireError for a gateway of another version;
@@ -159,6 +165,7 @@ class MooncakeClient:
         self._served: str | None = None
         mesh_keys = None if keys is None else key_folder.load(Path(keys))
         self._rpc = RpcClient(endpoint, on_lost=self._forget_model, keys=mesh_keys)
+        self.caching: Final = Caching(CachingTransport(call=self._call_caching, served_model=self._served_model))
 
     async def __aenter__(self) -> "MooncakeClient":
         return self
@@ -228,9 +235,15 @@ class MooncakeClient:
         query = TraceQuery(request_id=request_id, api_key=self._api_key)
         return (await self._ask(query, Traces)).traces
 
-    async def _ask(self, query: object, expect: type[R]) -> R:
+    async def _call_caching(self, action: CachingAction, name: str, query: Mapping[str, str], request: bytes) -> bytes:
+        call = CachingCall(action=action, request=request, name=name, query=dict(query), api_key=self._api_key)
+        return (await self._ask(call, CachingAnswer, timeout_s=self._timeouts.first_token_s)).response
+
+    async def _ask(self, query: object, expect: type[R], *, timeout_s: float | None = None) -> R:
+        """*timeout_s* is ``connect_s`` unless given."""
+        connect_s = self._timeouts.connect_s
         try:
-            return await self._rpc.call(query, expect, timeout_s=self._timeouts.connect_s)
+            return await self._rpc.call(query, expect, timeout_s=timeout_s or connect_s, connect_timeout_s=connect_s)
         except RemoteFailure as failure:
             raise error_of(failure.failure) from None
 

@@ -159,7 +159,7 @@ def read_chat(data: bytes) -> ChatCompletion:
         )
         return ChatCompletion(**_head(raw), choices=choices, usage=_usage(raw["usage"]), raw=raw)
 
-    return _read(data, read)
+    return read_json(data, read)
 
 
 def read_chat_chunk(data: bytes) -> ChatCompletionChunk:
@@ -175,7 +175,7 @@ def read_chat_chunk(data: bytes) -> ChatCompletionChunk:
         )
         return ChatCompletionChunk(**_head(raw), choices=choices, usage=_optional_usage(raw), raw=raw)
 
-    return _read(data, read)
+    return read_json(data, read)
 
 
 def read_completion(data: bytes) -> Completion:
@@ -193,7 +193,7 @@ def read_completion(data: bytes) -> Completion:
         )
         return Completion(**_head(raw), choices=choices, usage=_optional_usage(raw), raw=raw)
 
-    return _read(data, read)
+    return read_json(data, read)
 
 
 def read_models(data: bytes) -> tuple[Model, ...]:
@@ -208,7 +208,7 @@ def read_models(data: bytes) -> tuple[Model, ...]:
             for entry in raw["data"]
         )
 
-    return _read(data, read)
+    return read_json(data, read)
 
 
 def _message(raw: Json) -> ChatMessage:
@@ -220,7 +220,8 @@ def _message(raw: Json) -> ChatMessage:
     return ChatMessage(role=raw["role"], content="" if content is None and calls else content, tool_calls=calls)
 
 
-def _read(data: bytes, read: Callable[[Json], T]) -> T:
+def read_json(data: bytes, read: Callable[[Json], T]) -> T:
+    """What *read* makes of the JSON object. Raises MalformedMessage where it finds another shape than it expects."""
     try:
         return read(json.loads(data))
     except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -38,6 +38,10 @@ _PLAIN: Final[dict[str, type[MooncakeError]]] = {
     )
 }
 _CALLERS_MISTAKES: Final[dict[str, type[InvalidRequest]]] = {
+    "context_cache_not_found": InvalidRequest,
+    "context_cache_quota_exceeded": InvalidRequest,
+    "context_cache_unusable": InvalidRequest,
+    "context_caching_off": InvalidRequest,
     "context_length_exceeded": TooLong,
     "invalid_json": InvalidRequest,
     "invalid_request": InvalidRequest,

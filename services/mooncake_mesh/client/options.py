@@ -54,3 +54,27 @@ class CompletionOptions(Options, total=False):
 
     logprobs: int | None
     echo: bool
+
+
+class CacheOptions(TypedDict, total=False):
+    """What is said of a context cache when it is made. ``ttl`` (seconds from now) and ``expired_at`` (a Unix second)
+    exclude each other."""
+
+    tools: Sequence[Mapping[str, Any]]
+    name: str
+    description: str
+    metadata: Mapping[str, str]
+    tags: Sequence[str]
+    ttl: int | None
+    expired_at: int | None
+
+
+class ListOptions(TypedDict, total=False):
+    """Which part of a list: ``order`` is "desc" or "asc", ``after`` and ``before`` exclude each other. Tags have no
+    ``metadata``."""
+
+    limit: int
+    order: str
+    after: str | None
+    before: str | None
+    metadata: Mapping[str, str]

@@ -1,86 +1,26 @@
 """The synchronous client: the asynchronous one on a thread of its own."""
 
-import asyncio
-import concurrent.futures
 import os
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Final, Generic, TypeVar, Unpack
+from typing import Final, Generic, TypeVar, Unpack
 
 from mooncake_mesh.client.aio import DEFAULT_ENDPOINT, AnswerStream, MooncakeClient, Prompt
 from mooncake_mesh.client.answers import ChatCompletion, ChatCompletionChunk, Completion, Model
+from mooncake_mesh.client.client_loop import ClientLoop
 from mooncake_mesh.client.options import ChatOptions, CompletionOptions, Message
+from mooncake_mesh.client.sync_caching import SyncCaching
 from mooncake_mesh.client.timeouts import Timeouts
-from mooncake_mesh.errors import PeerUnreachable
 from mooncake_proto.client import HealthReport, RequestTrace
 
 C = TypeVar("C")
 A = TypeVar("A")
-R = TypeVar("R")
-
-_CLOSED: Final = "the client was closed"
-
-
-class _Loop:
-    """A thread that runs an event loop and one client in it."""
-
-    def __init__(self, make: Callable[[], MooncakeClient]) -> None:
-        self._started: concurrent.futures.Future[MooncakeClient] = concurrent.futures.Future()
-        # A daemon, so that a program whose client was never closed can end.
-        self._thread = threading.Thread(target=self._main, args=(make,), name="mooncake-client", daemon=True)
-        self._lock = threading.Lock()
-        self._is_open = True
-        self._thread.start()
-        try:
-            self.client = self._started.result()
-        except BaseException:
-            self._thread.join()
-            raise
-
-    def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """Run *work* in the loop; an exception here, such as KeyboardInterrupt, cancels it."""
-        with self._lock:
-            if not self._is_open:
-                work.close()
-                raise PeerUnreachable(_CLOSED)
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise PeerUnreachable(_CLOSED) from None
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """End the thread. From any thread, any number of times."""
-        with self._lock:
-            if self._is_open:
-                self._is_open = False
-                self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join()
-
-    def _main(self, make: Callable[[], MooncakeClient]) -> None:
-        asyncio.run(self._serve(make))
-
-    async def _serve(self, make: Callable[[], MooncakeClient]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._closing = asyncio.Event()
-        try:
-            client = make()
-        except BaseException as error:  # noqa: BLE001  raised where the client is made
-            self._started.set_exception(error)
-            return
-        async with client:
-            self._started.set_result(client)
-            await self._closing.wait()
 
 
 class SyncAnswerStream(Generic[C, A]):
     """As AnswerStream, for plain loops and ``with`` blocks. One thread at a time; ``cancel()`` from any."""
 
-    def __init__(self, loop: _Loop, stream: AnswerStream[C, A]) -> None:
+    def __init__(self, loop: ClientLoop, stream: AnswerStream[C, A]) -> None:
         self._loop = loop
         self._stream = stream
 
@@ -141,7 +81,8 @@ class SyncMooncakeClient:
         api_key: str | None = None,
         keys: "str | os.PathLike[str] | None" = None,
     ) -> None:
-        self._loop = _Loop(lambda: MooncakeClient(endpoint, timeouts=timeouts, api_key=api_key, keys=keys))
+        self._loop = ClientLoop(lambda: MooncakeClient(endpoint, timeouts=timeouts, api_key=api_key, keys=keys))
+        self.caching: Final = SyncCaching(self._loop)
 
     def __enter__(self) -> "SyncMooncakeClient":
         return self

@@ -8,8 +8,8 @@ class Timeouts:
     """Seconds. What takes longer ends with PeerUnreachable (``connect_s``) or CallTimeout (the others).
 
     ``connect_s`` is for reaching the gateway, and for its answers to ``models()`` and ``health()``. ``first_token_s``
-    covers queueing and prefill; ``between_tokens_s`` is the longest silence after it. ``total_s`` bounds the whole
-    request and travels with it, so that the mesh stops working for nobody.
+    covers queueing and prefill, and the answers to ``caching``; ``between_tokens_s`` is the longest silence after it.
+    ``total_s`` bounds the whole request and travels with it, so that the mesh stops working for nobody.
     """
 
     connect_s: float = 5.0

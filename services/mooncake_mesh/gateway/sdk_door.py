@@ -8,6 +8,7 @@ import orjson
 
 from mooncake_mesh.errors import Aborted
 from mooncake_mesh.gateway.api import Mesh
+from mooncake_mesh.gateway.caching_sdk_door import CachingSdkDoor
 from mooncake_mesh.gateway.completion import Completions
 from mooncake_mesh.gateway.context_caching import ContextCaching, NoContextCaching, ResolvedChat, dry_run_answer
 from mooncake_mesh.gateway.doorkeeper import Doorkeeper
@@ -15,6 +16,7 @@ from mooncake_mesh.gateway.model_list import model_list
 from mooncake_mesh.gateway.openai_responses import Json
 from mooncake_mesh.mesh.rpc import Caller, Handler
 from mooncake_proto.client import (
+    CachingCall,
     Cancel,
     Generate,
     GenerationDelta,
@@ -45,6 +47,7 @@ class SdkDoor:
         self._mesh = mesh
         self._caching = caching or NoContextCaching()
         self._completions = completions
+        self._caches = CachingSdkDoor(self._caching, doorkeeper, completions.rates)
         self._created = int(time.time())
         self._running: dict[tuple[bytes, str], asyncio.Task[object]] = {}
         self._cancelled: set[tuple[bytes, str]] = set()
@@ -53,6 +56,7 @@ class SdkDoor:
         return {
             Generate: self._generate,
             Cancel: self._cancel,
+            CachingCall: self._caches.answer,
             ModelsQuery: self._models,
             HealthQuery: self._health,
             TraceQuery: self._trace,
