@@ -1,10 +1,12 @@
 """Context caches on a mesh of fake engines: from creation to use, through full pools and deaths, between tenants."""
 
 import http.client
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -23,6 +25,7 @@ BLOCK_TOKENS: Final = 16
 POOL_TOKENS: Final = 8192
 SYSTEM: Final = {"role": "system", "content": "You know the harbour by heart. " * 100}
 QUESTION: Final = {"role": "user", "content": "Which ship is the smallest?"}
+_NUMBERS: Final = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,23 @@ class Tenant:
 def cached(answer: clients.Answer) -> int:
     assert answer.status == 200, answer.body
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def fill(tenant: Tenant, n_tokens: int) -> None:
+    """Prompts of more than *n_tokens* together that have nothing in common, nor with those of another call.
+
+    Each is short enough that two of them have room beside the cache: a pin yields to what running requests need.
+    """
+    text = "and another ship " * 60
+    for _ in range(-(-n_tokens // len(text))):
+        filler = {"role": "user", "content": f"{next(_NUMBERS)} {text}"}
+        assert tenant.mesh.wait(lambda: _served(tenant.chat([filler])), what="room for another prompt")  # noqa: B023
+
+
+def _served(answer: clients.Answer) -> bool | None:
+    """Nothing where the pool has to make room first."""
+    assert answer.status in (200, 429), answer.body
+    return True if answer.status == 200 else None
 
 
 def code(answer: clients.Answer) -> tuple[int, str]:
@@ -181,9 +201,7 @@ def test_of_another_tenant_there_is_nothing(tenants: tuple[Tenant, Tenant], cach
 
 
 def test_it_survives_a_full_pool(acme: Tenant, cache: Any) -> None:
-    for number in range(4):
-        filler = {"role": "user", "content": f"{number} " + "and another ship " * 200}
-        assert acme.chat([filler]).status == 200
+    fill(acme, 2 * POOL_TOKENS)
     assert cached(acme.ask("tag=harbour-1")) >= 3000
 
 
@@ -204,6 +222,45 @@ def test_what_the_messengers_lost_is_computed_again(acme: Tenant, cache: Any) ->
     acme.mesh.wait_log("gateway0", "context_cache", cache_id=cache["id"], status="pending", timeout_s=30)
     acme.wait_status(cache["id"], "ready")
     assert cached(acme.ask(f"cache_id={cache['id']}")) >= 3000
+
+
+@pytest.mark.parametrize("tier", ["arena alone", "SSD below it"])
+def test_a_system_prompt_of_3000_tokens_survives_a_full_pool_and_kills(tier: str, tmp_path: Path) -> None:
+    """Whatever happens, the next request finds every whole block of it: at once, or when the cache is ready again."""
+    flags = {"gateway": [f"--cache-db={tmp_path / 'caches.sqlite'}"]}
+    flags["prefill"] = ["--fake-prefill-s-per-token=0.00005"]  # copying is quicker
+    if tier == "SSD below it":
+        flags |= {f"messenger{n}": [f"--ssd-dir={tmp_path / f'node{n}'}", "--ssd-bytes=8MiB"] for n in (0, 1)}
+    with Mesh(flags=flags, arena_bytes="1MiB") as mesh:
+        anybody = Tenant(mesh=mesh, key="")
+        cache = anybody.create(SYSTEM["content"], tags=["harbour"])
+        whole = cache["tokens"] // BLOCK_TOKENS * BLOCK_TOKENS
+        assert whole >= 3000
+
+        def found() -> int:
+            answer = anybody.ask("tag=harbour")
+            return min(cached(answer), int(answer.headers["msh-context-cache-token-saved"]), whole)
+
+        anybody.wait_status(cache["id"], "ready")
+        assert found() == whole
+        fill(anybody, 3 * POOL_TOKENS)
+        assert found() == whole
+        mesh.kill("gateway0")
+        mesh.start("gateway0")
+        mesh.wait_healthy()
+        assert found() == whole
+        mesh.kill("messenger0")
+        mesh.start("messenger0")
+        mesh.wait_healthy()
+        assert found() == whole  # copied from the other node
+        for name in ("messenger0", "messenger1", "gateway0"):
+            mesh.kill(name)
+        for name in ("messenger0", "messenger1", "gateway0"):
+            mesh.start(name)
+        mesh.wait_healthy()
+        mesh.wait_log("gateway0", "context_cache", cache_id=cache["id"], status="ready", timeout_s=30)
+        fill(anybody, 3 * POOL_TOKENS)
+        assert found() == whole
 
 
 def test_a_pending_one_is_answered_at_full_price(acme: Tenant) -> None:
