@@ -263,6 +263,40 @@ def test_a_system_prompt_of_3000_tokens_survives_a_full_pool_and_kills(tier: str
         assert found() == whole
 
 
+def test_what_killed_messengers_had_pinned_comes_back_from_ssd(tmp_path: Path) -> None:
+    """It was saved when it was pinned: nothing of it is computed again."""
+    flags = {"gateway": [f"--cache-db={tmp_path / 'caches.sqlite'}"]}
+    flags["prefill"] = ["--fake-prefill-s-per-token=0.0005"]  # reading is quicker
+    flags["messenger0"] = [f"--ssd-dir={tmp_path / 'node0'}", "--ssd-bytes=8MiB"]
+    with Mesh(flags=flags, arena_bytes="1MiB") as mesh:
+        anybody = Tenant(mesh=mesh, key="")
+        cache = anybody.create(SYSTEM["content"])
+        n_blocks = cache["tokens"] // BLOCK_TOKENS
+        anybody.wait_status(cache["id"], "ready")
+
+        def on_ssd() -> int:
+            return next(
+                m.load.ssd_blocks for m in mesh.status().cluster.members if m.member.instance_id == "messenger0"
+            )
+
+        mesh.wait(lambda: on_ssd() >= n_blocks or None, what="the cache to be saved")
+        for name in ("gateway0", "messenger0", "messenger1"):
+            mesh.kill(name)
+        for name in ("messenger0", "messenger1"):
+            mesh.start(name)
+        mesh.wait_log("messenger0", "ssd_adopted")
+        mesh.wait(
+            lambda: mesh.status().indexed_blocks.get("node0", 0) >= n_blocks or None, what="its blocks to be known"
+        )
+        mesh.start("gateway0")
+        mesh.wait_log("gateway0", "context_cache", cache_id=cache["id"], status="ready", timeout_s=30)
+        fills = [event for event in mesh.logs("conductor") if event["event"] == "request_placed"]
+        assert fills[-1]["job_id"].startswith(cache["id"])
+        assert fills[-1]["prefix_blocks"] == n_blocks
+        answer = anybody.ask(f"cache_id={cache['id']}")
+        assert cached(answer) == n_blocks * BLOCK_TOKENS
+
+
 def test_a_pending_one_is_answered_at_full_price(acme: Tenant) -> None:
     created = acme.create("A new harbour. " * 40)
     answer = acme.ask(f"cache_id={created['id']}")

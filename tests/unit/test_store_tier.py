@@ -61,6 +61,12 @@ class Node:
     def content(number: int) -> bytes:
         return bytes((number * 7 + i) & 0xFF for i in range(BLOCK_BYTES))
 
+    async def until_saved(self, n: int) -> None:
+        """Until SSD has the blocks of the first *n* numbers."""
+        while not all(self.tier.slots.holds(_key(number)) for number in range(n)):
+            self.changed.clear()
+            await self.changed.wait()
+
     async def until_held(self, n: int) -> None:
         while self.tier.slots.held_blocks < n:
             self.changed.clear()
@@ -128,6 +134,30 @@ async def _opened(node: Node) -> None:
     """Wait until the folder is open: the first block leaves then."""
     node.put(16, 4)
     await node.until_held(1)
+
+
+def test_what_is_saved_is_in_both_tiers_and_in_the_next_life(tmp_path: Path) -> None:
+    async def save() -> None:
+        async with _node(tmp_path) as node:
+            node.put(0, 15)
+            await _opened(node)
+            blocks = node.pool.match([_key(number) for number in range(12)])
+            assert len(blocks) == 12, "the end of the chain has left"
+            node.tier.save(blocks[:10])
+            await node.until_saved(10)
+            assert node.pool.match([_key(number) for number in range(12)]) == blocks
+            node.tier.save(blocks[:10])
+            node.tier.save(blocks[10:])
+            await node.until_saved(12)
+            node.pool.check_invariants()
+            node.tier.slots.check_invariants()
+
+    async def find() -> None:
+        async with _node(tmp_path) as node:
+            await node.until_saved(12)
+
+    _run(save())
+    _run(find())
 
 
 def test_a_job_that_ends_while_its_blocks_are_read_gives_them_back(tmp_path: Path) -> None:

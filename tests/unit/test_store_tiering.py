@@ -65,6 +65,28 @@ def test_a_block_that_is_evicted_while_it_is_written_is_safe() -> None:
     assert [(event.change, event.key) for event in joint_events(pool, slots)] == [(KvChange.STORED, key(0))]
 
 
+def test_what_is_saved_stays_and_leaves_without_a_write_later() -> None:
+    pool, slots = _pool(4, 0, 1, 2), SlotTable(4)
+    tiering = Tiering(pool, slots)
+    blocks = pool.match([key(0), key(1)])
+    reserved = pool.reserve("job", 1)
+    assert isinstance(reserved, list)
+    saving = tiering.saving([*blocks, *reserved])
+    assert [one.key for one in saving] == [key(0), key(1)], "what is not sealed has nothing to save"
+    _move(tiering, saving)
+    assert (pool.match([key(0), key(1)]), tiering.saving(blocks)) == (blocks, [])
+    assert [one.key for one in tiering.leaving(3)] == [key(2)], "the others are freed at once"
+    assert pool.free_blocks == 2
+
+
+def test_what_changes_hands_while_it_is_saved_is_not_written() -> None:
+    pool, slots = _pool(1, 0), SlotTable(1)
+    tiering = Tiering(pool, slots)
+    (one,) = tiering.saving(pool.match([key(0)]))
+    pool.reserve("job", 1)
+    assert (tiering.copied(one), slots.held_blocks) == (None, 0)
+
+
 def test_a_disk_that_only_fails_is_given_up() -> None:
     pool = _pool(GIVE_UP_AFTER + 1, *range(GIVE_UP_AFTER + 1))
     tiering = Tiering(pool, SlotTable(2 * GIVE_UP_AFTER))
@@ -75,6 +97,7 @@ def test_a_disk_that_only_fails_is_given_up() -> None:
         tiering.write_failed(write)
     assert tiering.has_given_up
     assert tiering.excess() == 0
+    assert tiering.saving(pool.match([key(0)])) == []
     assert pool.sealed_blocks == GIVE_UP_AFTER + 1, "the blocks stay where they are"
 
 

@@ -89,7 +89,7 @@ class CutArena:
         self._attached: OrderedDict[Incarnation, None] = OrderedDict()
         self._released: OrderedDict[JobId, None] = OrderedDict()
         self._replicating: asyncio.Task[None] | None = None
-        self.prefix_pins = PrefixPins(core.pool)
+        self.prefix_pins = PrefixPins(core.pool, ssd.save)
         self._ahead = AheadReader(core, ssd, tasks, me=me, end_job=self.end_job)
 
     def load(self) -> Load:

@@ -76,6 +76,11 @@ class NodeSsd:
         if self._tier is not None:
             self._tier.pool_changed()
 
+    def save(self, blocks: Sequence[BlockId]) -> None:
+        """Have a copy of *blocks*, which stay where they are: a killed messenger's successor finds it."""
+        if self._tier is not None:
+            self._tier.save(blocks)
+
     async def make_room(self, core: MessengerCore, request: Acquire) -> None:
         """Let blocks leave for *request*, rather than be dropped; waits for that a moment at most."""
         if self._tier is not None:

@@ -9,6 +9,7 @@ import errno
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from time import monotonic
 from typing import Any, Final, TypeVar
 
@@ -75,6 +76,7 @@ class SsdTier:
         self._is_moving = False
         self._asked_free = 0
         self._spare: set[BlockId] = set()
+        self._to_save: dict[BlockId, None] = {}
         self._staged = 0
         self._told: set[str] = set()
 
@@ -110,6 +112,12 @@ class SsdTier:
         if self._tiering.excess():
             self._wake.set()
 
+    def save(self, blocks: Sequence[BlockId]) -> None:
+        """Write *blocks* when nothing else is to be written; they stay in the arena. Free for those that SSD has."""
+        if self._file is not None and not self._tiering.has_given_up:
+            self._to_save.update(dict.fromkeys(blocks))
+            self._wake.set()
+
     async def make_room(self, n_blocks: int, spare: Collection[BlockId]) -> None:
         """Return when the pool can give *n_blocks* without losing any, or nothing more can be moved, or it takes long.
 
@@ -132,16 +140,20 @@ class SsdTier:
             self._tell("slow", event="ssd_slow", waited_s=_ROOM_S)
 
     async def _keep_moving_out(self, file: BlockFile, staging: Staging) -> None:
+        """What should leave goes first; nobody waits for what is only saved."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            self._is_moving = True
-            while await self._move_out(file, staging):
-                continue
-            self._asked_free = 0
-            self._spare.clear()
-            self._is_moving = False
-            self._passed.ring()
+            while True:
+                self._is_moving = True
+                while await self._move_out(file, staging):
+                    continue
+                self._asked_free = 0
+                self._spare.clear()
+                self._is_moving = False
+                self._passed.ring()
+                if not await self._save_some(file, staging):
+                    break
 
     async def _move_out(self, file: BlockFile, staging: Staging) -> bool:
         """Move out what should leave now; whether anything did."""
@@ -155,8 +167,17 @@ class SsdTier:
             n_written += await self._move(leaving[start : start + len(staging.slots)], file, staging)
         return has_freed or n_written > 0
 
+    async def _save_some(self, file: BlockFile, staging: Staging) -> bool:
+        """Write the next of the blocks to save; whether there were any."""
+        blocks = list(islice(self._to_save, len(staging.slots)))
+        if blocks:
+            await self._move(self._tiering.saving(blocks), file, staging)
+        for block in blocks:
+            del self._to_save[block]
+        return bool(blocks)
+
     async def _move(self, leaving: Sequence[Leaving], file: BlockFile, staging: Staging) -> int:
-        """Move one batch out; how many blocks were written."""
+        """Write one batch, which need not leave; how many blocks were written."""
         checksums = await self._on_thread(staging.copy_out, self._arena, [one.block for one in leaving])
         placed = []
         for one, checksum, buffer in zip(leaving, checksums, staging.slots, strict=False):

@@ -5,11 +5,15 @@ else at any moment. So they are copied to a staging buffer first, then their gen
 of a block that had not changed hands gets a slot and is written. From then on the pool may evict the block: the copy is
 safe. When it is on the file, the block is freed, unless it is held again.
 
+Saving: what somebody pays to have kept (kv/soft_pins.py) leaves last, so a killed messenger would take it along. Its
+blocks are written as those above, and stay where they are.
+
 Coming back (promotion): a job that was just given blocks has those read from SSD which continue its prefix, into its
 own blocks. Each write is announced to the pool, so a job that ends meanwhile leaves no block behind that is still being
 written. What was read whole is sealed, up to the first block that was not; the rest is computed.
 """
 
+import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -29,6 +33,13 @@ GIVE_UP_AFTER: Final = 32
 """After that many failed writes without a good one nothing is written any more: each costs a slot."""
 
 
+class Then(enum.Enum):
+    """What becomes of a block in the arena once SSD has it."""
+
+    LEAVES = "leaves"
+    STAYS = "stays"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
     """A block to copy out. The copy is worth something only while the pool says the same of it."""
@@ -36,6 +47,7 @@ class Leaving:
     block: BlockId
     generation: int
     key: BlockKey
+    then: Then = Then.LEAVES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +111,19 @@ class Tiering:
                 out.append(Leaving(block=block, generation=self._pool.generation(block), key=key))
         return out
 
+    def saving(self, blocks: Sequence[BlockId]) -> list[Leaving]:
+        """Those of *blocks* that must be copied for SSD to have them too; they stay in the arena."""
+        out = []
+        for block in blocks:
+            key = self._pool.key(block)
+            if key is None or self.has_given_up:
+                continue
+            if self._slots.holds(key):
+                self._slots.touch(key)
+            else:
+                out.append(Leaving(block=block, generation=self._pool.generation(block), key=key, then=Then.STAYS))
+        return out
+
     def copied(self, leaving: Leaving) -> SlotWrite | None:
         """A slot for what was copied; None when the copy is worthless or there is no slot."""
         if self._pool.generation(leaving.block) != leaving.generation:
@@ -106,10 +131,10 @@ class Tiering:
         return self._slots.begin_write(leaving.key)
 
     def written(self, leaving: Leaving, write: SlotWrite, checksum: int) -> None:
-        """The copy is on the file: its block is freed, unless somebody holds it (or has got it meanwhile)."""
+        """The copy is on the file: a block that leaves is freed, unless somebody holds it (or has got it meanwhile)."""
         self._slots.written(write, checksum)
         self._failed_in_a_row = 0
-        if self._pool.generation(leaving.block) == leaving.generation:
+        if leaving.then is Then.LEAVES and self._pool.generation(leaving.block) == leaving.generation:
             self._pool.evict(leaving.block)
 
     def write_failed(self, write: SlotWrite) -> None:
