@@ -1,6 +1,7 @@
 """Environments for the peers, outside the checkout: made once, then reused.
 
-A peer that cannot be installed is an answer too: its reason is reported where its figures would be.
+A peer that cannot be installed is an answer too: its reason is reported where its figures would be. A file
+``installed`` says that all went well; without it the next call goes on from where it failed.
 """
 
 import os
@@ -43,6 +44,20 @@ NIXL: Final = Peer(
     imports="import nixl._api, numpy",
     needs_ibverbs=False,
 )
+AIPERF: Final = Peer(
+    name="aiperf",
+    packages=("aiperf==0.13.0",),
+    bare=False,
+    imports="import aiperf",
+    needs_ibverbs=False,
+)
+GUIDELLM: Final = Peer(
+    name="guidellm",
+    packages=("guidellm==0.8.1", "torch==2.13.0"),
+    bare=False,
+    imports="import guidellm",
+    needs_ibverbs=False,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +78,14 @@ def install(peer: Peer) -> Environment:
     python = home / "bin" / "python"
     variables = _library_path(peers_dir() / "lib") if peer.needs_ibverbs else {}
     environment = Environment(python=python, variables=variables)
-    if not python.exists():
-        _run([sys.executable, "-m", "venv", str(home)])
+    done = home / "installed"
+    if not done.exists():
+        if not python.exists():
+            _run([sys.executable, "-m", "venv", str(home)])
         flags = ["--no-deps"] if peer.bare else []
         _run([str(python), "-m", "pip", "install", "--quiet", *flags, *peer.packages])
         _run([str(python), "-m", "pip", "install", "--quiet", "numpy"])
+        done.touch()
     _run([str(python), "-c", peer.imports], variables)
     return environment
 
