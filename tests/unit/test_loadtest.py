@@ -354,6 +354,35 @@ def test_a_run_keeps_to_its_concurrency_and_counts_what_the_mesh_counts() -> Non
     assert len(heard) == 9
 
 
+def test_a_connection_that_the_server_has_closed_meanwhile_is_not_used_again() -> None:
+    connections = 0
+
+    async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = next(line.split(":")[1] for line in head.split("\r\n") if line.startswith("content-length"))
+        await reader.readexactly(int(length))
+        writer.writelines(_chunked(_choice("a"), _USAGE, "[DONE]"))
+        writer.close()
+        await writer.wait_closed()
+
+    async def use() -> list[Ending]:
+        server = await asyncio.start_server(once, "127.0.0.1", 0)
+        client = StreamClient(Target(base_url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), lambda: 0.0)
+        results = [RequestResult(sent_s=0, input_tokens=1) for _ in range(3)]
+        for result in results:
+            await client.complete({"model": "m", "prompt": [1]}, result)
+            assert await client._free[0]._reader.read() == b""  # the server's end has been heard
+        await client.aclose()
+        server.close()
+        await server.wait_closed()
+        return [result.ending for result in results]
+
+    assert asyncio.run(use()) == [Ending.OK] * 3
+    assert connections == 3
+
+
 def test_a_request_without_an_end_fails_after_its_time() -> None:
     left = asyncio.Event()
 

@@ -78,7 +78,7 @@ class StreamClient:
         result.sent_s = self._clock_s()
         connection = None
         try:
-            connection = self._free.pop() if self._free else await self._connect()
+            connection = self._open_one() or await self._connect()
             await self._complete(connection, payload, result)
             self._free.append(connection)
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
@@ -111,6 +111,15 @@ class StreamClient:
         """Close the connections that are free."""
         while self._free:
             await self._free.pop().closed()
+
+    def _open_one(self) -> "_Connection | None":
+        """One that is free, if the server has not closed them all meanwhile, as servers do with those that idle."""
+        while self._free:
+            connection = self._free.pop()
+            if connection.is_open:
+                return connection
+            connection.close()
+        return None
 
     async def _connect(self) -> "_Connection":
         host, port = self._target.address
@@ -154,6 +163,11 @@ class _Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the server has not ended it, as far as we have heard."""
+        return not self._reader.at_eof() and self._reader.exception() is None
 
     async def ask(self, request: bytes) -> _Head:
         """Send *request*, read the head of its answer. Raises OSError, EOFError or ValueError."""
