@@ -6,12 +6,13 @@ k-th family of prompts is kept, a family being all prompts that share more than 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 from bench.traces import TraceRequest
 from mooncake_mesh.kv.block_hash import chain, token_bytes
 from mooncake_mesh.loadtest.trace_file import TRACE_BLOCK_TOKENS, TraceLine
-from mooncake_mesh.loadtest.workloads import LoadRequest, Replay, traced
+from mooncake_mesh.loadtest.workloads import LoadRequest, Replay, Segment, traced
 from mooncake_mesh.policy.cost_model import PromptAndStepCost
 from mooncake_proto.ids import BLOCK_KEY_BYTES, BlockKey
 
@@ -76,13 +77,12 @@ class Demand:
 
 def demand(requests: Sequence[LoadRequest], cost: PromptAndStepCost, seconds: float, mesh_block_tokens: int) -> Demand:
     """What *requests*, which come within *seconds*, ask of one prefill and one decode instance that have *cost*."""
-    seen: set[BlockKey] = set()
+    seen: set[Segment] = set()
     prefill_s, cached_tokens = 0.0, 0
     for request in requests:
-        keys = block_keys(request, mesh_block_tokens)
-        known = next((i for i, key in enumerate(keys) if key not in seen), len(keys))
-        cached = min(known, (request.input_tokens - 1) // mesh_block_tokens) * mesh_block_tokens
-        seen.update(keys)
+        known = sum(segment.tokens for segment in takewhile(seen.__contains__, request.segments))
+        cached = min(known, request.input_tokens - 1) // mesh_block_tokens * mesh_block_tokens
+        seen.update(request.segments)
         cached_tokens += cached
         prefill_s += cost.prefill_s(request.input_tokens - cached, cached)
     prompts = sum(request.input_tokens for request in requests)
