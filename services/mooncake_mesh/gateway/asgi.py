@@ -16,6 +16,8 @@ from starlette.types import Receive, Scope, Send
 from mooncake_mesh.gateway.openai_errors import BodyTooLarge, Problem
 from mooncake_proto.ids import RequestId
 
+CLIENT_HAS_LEFT: Final = "client_has_left"
+"""Where in a scope's state the server puts the function that looks; see gateway/accepting.py."""
 _SSE_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -60,6 +62,12 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int) -> bytes:
     if size > max_bytes:
         raise refusal
     return b"".join(parts)
+
+
+def client_has_left(scope: Scope) -> bool:
+    """Whether nobody is at the other end any more, as far as the server can tell now, also ahead of ``receive``."""
+    look = scope["state"].get(CLIENT_HAS_LEFT)
+    return look is not None and look()
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -45,6 +45,7 @@ from mooncake_mesh.gateway.api import Mesh
 from mooncake_mesh.gateway.asgi import (
     ClientGone,
     EventStream,
+    client_has_left,
     json_response,
     problem_response,
     read_body,
@@ -169,6 +170,8 @@ class _Answering:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if client_has_left(scope):
+            await wait_for_disconnect(receive)
         body = await read_body(scope, receive, max_bytes=self._limits.max_body_bytes)
         answer = _HttpAnswer(scope, receive, send)
         try:

@@ -15,7 +15,6 @@ The token streams have a socket of their own, so that no burst of new requests s
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Final
 
@@ -27,6 +26,7 @@ from starlette.applications import Starlette
 from mooncake_mesh.config import EngineKind, GatewayConfig
 from mooncake_mesh.errors import MeshError
 from mooncake_mesh.gateway import api_keys
+from mooncake_mesh.gateway.accepting import HttpServer, listen
 from mooncake_mesh.gateway.cache_keeper import CacheKeeper
 from mooncake_mesh.gateway.cache_pins import MessengerPins
 from mooncake_mesh.gateway.cache_thread import CacheThread
@@ -50,15 +50,6 @@ log = structlog.get_logger(__name__)
 
 _DRAIN_S: Final = 30.0
 _START_S: Final = 10.0
-_BACKLOG: Final = 1024
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the process' own runtime decides when to stop."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        yield
 
 
 class GatewayService:
@@ -94,7 +85,7 @@ class GatewayService:
         door = SdkDoor(mesh, completions, doorkeeper, kept.caching)
         clients = RpcServer(config.bind, {Ping: self._ping, **door.handlers()}, self._tasks, audience=Audience.CLIENTS)
         http_limits = HttpLimits(max_body_bytes=config.max_body_bytes)
-        http = self._http_server(create_app(mesh, completions, metrics, http_limits, doorkeeper, kept.caching))
+        http = await self._http_server(create_app(mesh, completions, metrics, http_limits, doorkeeper, kept.caching))
         membership = Membership(
             conductor, self._member, lambda: Load(running_jobs=completions.running), on_cluster=mesh.heard
         )
@@ -104,8 +95,8 @@ class GatewayService:
         reporting = self._tasks.create_task(mesh.ledger.run(self._member.instance_id, conductor.post))
         await _poll(lambda: http.started or serving.done(), timeout_s=_START_S)
         if not http.started:
-            raise MeshError(f"cannot listen on {config.host}:{config.port}")
-        lifecycle.ready(http=f"http://{config.host}:{_bound_port(http)}", sdk=clients.endpoint)
+            raise MeshError("the HTTP server does not start")
+        lifecycle.ready(http=f"http://{config.host}:{http.port}", sdk=clients.endpoint)
         await lifecycle.stopping.wait()
 
         completions.drain()
@@ -136,19 +127,11 @@ class GatewayService:
         if completions.running:
             log.warning("drain_incomplete", running=completions.running)
 
-    def _http_server(self, app: Starlette) -> _HttpServer:
+    async def _http_server(self, app: Starlette) -> HttpServer:
         settings = uvicorn.Config(
-            app,
-            host=self._config.host,
-            port=self._config.port,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            backlog=_BACKLOG,
-            http="httptools",
-            timeout_graceful_shutdown=2,
+            app, log_config=None, access_log=False, lifespan="off", http="httptools", timeout_graceful_shutdown=2
         )
-        return _HttpServer(settings)
+        return HttpServer(settings, await listen(self._config.host, self._config.port), self._tasks)
 
     def _ping(self, _: Ping, __: Caller) -> Pong:
         return Pong(role=Role.GATEWAY, instance_id=self._member.instance_id, incarnation=self._member.incarnation)
@@ -202,11 +185,6 @@ async def _poll(holds: Callable[[], bool], *, timeout_s: float) -> None:
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     while not holds() and asyncio.get_running_loop().time() < deadline_s:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
-
-
-def _bound_port(server: uvicorn.Server) -> int:
-    port: int = server.servers[0].sockets[0].getsockname()[1]
-    return port
 
 
 async def run(config: GatewayConfig, lifecycle: Lifecycle) -> None:
