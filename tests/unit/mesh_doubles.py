@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 from structlog.testing import capture_logs
 
+from mooncake_mesh.mesh.endpoint import OnFrames
 from mooncake_mesh.mesh.rpc import Handler, RpcServer
 from mooncake_proto import codec
 from mooncake_proto.envelope import Envelope
@@ -93,3 +94,27 @@ class RawPeer:
 
     async def receive(self) -> tuple[Envelope, Any]:
         return codec.decode(await soon(self._socket.recv_multipart()))
+
+
+class ScriptedRouter:
+    """In place of ``endpoint.router``: its messages are there when the test says so, and no socket is behind it."""
+
+    endpoint: Final = "inproc://scripted"
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Envelope, Any]] = []
+        self._on_frames: OnFrames = lambda _: None
+
+    def __call__(self, _: str, on_frames: OnFrames, **__: object) -> "ScriptedRouter":
+        self._on_frames = on_frames
+        return self
+
+    def deliver(self, body: object, envelope: Envelope, *, peer: bytes = b"peer") -> None:
+        """Have the server read one message now."""
+        self._on_frames([peer, *codec.encode(body, envelope)])
+
+    def send_now(self, frames: Sequence[bytes]) -> None:
+        self.sent.append(codec.decode(frames[1:]))
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -13,7 +13,7 @@ from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, ModelCard, Role
 from mooncake_proto.errors import WireError
 from mooncake_proto.ids import Incarnation, InstanceId, NodeId, RequestId
-from mooncake_proto.serving import Sampling, Stopping
+from mooncake_proto.serving import Sampling, Schedule, Stopping
 
 CARD = ModelCard(name="m", fingerprint="f", dtype="float32", block_tokens=2, block_bytes=64, max_context_tokens=64)
 REQUEST = TokenRequest(
@@ -68,5 +68,36 @@ def test_trouble_with_the_conductor_ends_the_request_and_not_the_gateway(
                 with pytest.raises(expected):
                     await anext(mesh.generate(REQUEST))
             mesh.close()
+
+    asyncio.run(scenario())
+
+
+class SilentConductor:
+    """Knows of every call that is made and given up."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.given_up: list[object] = []
+
+    async def call(self, body: object, *_: Any, **__: Any) -> None:
+        self.asked.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            self.given_up.append(body)
+            raise
+
+
+def test_who_leaves_before_a_placement_stops_asking_for_one() -> None:
+    async def scenario() -> None:
+        conductor = SilentConductor()
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            mesh = MeshClient(cast(RpcClient, conductor), tasks, max_replacements=1)
+            mesh.heard(cluster())
+            caller = tasks.create_task(anext(mesh.generate(REQUEST)))
+            await conductor.asked.wait()
+            caller.cancel()
+        mesh.close()
+        assert [body.job_id for body in conductor.given_up if isinstance(body, Schedule)] == ["req.0"]
 
     asyncio.run(scenario())

@@ -26,7 +26,7 @@ from mooncake_proto.control import CancelCall, Failure, Ok, Ping, Pong, Role
 from mooncake_proto.envelope import VERSION_FRAME, Envelope
 from mooncake_proto.errors import WireError
 from mooncake_proto.ids import Incarnation, InstanceId, MessageId
-from tests.unit.mesh_doubles import RawPeer, Run, on_both_loops, serving, soon, until
+from tests.unit.mesh_doubles import RawPeer, Run, ScriptedRouter, on_both_loops, serving, soon, until
 
 pytestmark = on_both_loops
 
@@ -356,6 +356,22 @@ def test_a_caller_that_stops_waiting_stops_the_handler(run: Run[None], why: str)
                 if why == "cancel":
                     calling.cancel()
             await until(lambda: stalled.cancelled == ["a"])
+
+    run(scenario())
+
+
+def test_a_call_that_is_cancelled_before_its_turn_never_begins(run: Run[None], monkeypatch: pytest.MonkeyPatch) -> None:
+    stalled, router = Stalled(), ScriptedRouter()
+    monkeypatch.setattr(rpc.sockets, "router", router)
+
+    async def scenario() -> None:
+        async with serving({Generate: stalled.handle}):
+            for name in ("left", "waits"):
+                router.deliver(generate(name), Envelope(id=MessageId(name)))
+            router.deliver(CancelCall(target=MessageId("left")), Envelope())
+            await until(lambda: stalled.started, "the other call")
+        assert stalled.started == ["waits"]
+        assert router.sent == []
 
     run(scenario())
 

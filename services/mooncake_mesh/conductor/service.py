@@ -150,7 +150,8 @@ class ConductorService:
     def _kv_snapshot(self, snapshot: KvSnapshot, _: Caller) -> KvEventsAck:
         return _applied(self._core.kv_snapshot(snapshot))
 
-    def _schedule(self, request: Schedule, _: Caller) -> Placement | Rejected:
+    async def _schedule(self, request: Schedule, _: Caller) -> Placement | Rejected:
+        """A task, so that what the gateway has cancelled meanwhile is not placed at all."""
         result = self._core.schedule(request, monotonic())
         if isinstance(result, Rejected):
             log.info("request_rejected", job_id=request.job_id, reason=result.reason)

@@ -95,6 +95,7 @@ class _Running:
     story: RequestStory
     events: asyncio.Queue[TokenEvent | MooncakeError] = field(default_factory=asyncio.Queue)
     deadline: asyncio.TimerHandle | None = None
+    placing: asyncio.Task[None] | None = None
 
 
 class MeshClient:
@@ -228,6 +229,8 @@ class MeshClient:
     def _leave(self, running: _Running) -> None:
         if running.deadline is not None:
             running.deadline.cancel()
+        if running.placing is not None:
+            running.placing.cancel()  # the conductor hears of it too, and may save itself the work
         core = running.core
         self.ledger.note(running.account.outcome(core.computed_tokens, core.placement))
         self._feed(running, CallerLeft())
@@ -252,7 +255,7 @@ class MeshClient:
                 running.events.put_nowait(error)
             case AskPlacement():
                 self._running[command.schedule.job_id] = running
-                self._tasks.create_task(self._place(running, command))
+                running.placing = self._tasks.create_task(self._place(running, command))
             case StartJobs():
                 self._tasks.create_task(self._start(running, command))
             case CancelAt(workers=workers):
