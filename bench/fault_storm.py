@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Final
@@ -14,6 +15,9 @@ from tests.mesh import clients
 STREAMS: Final = 500
 WITHIN_S: Final = 2.0
 PROBES: Final = 7
+STORMS: Final = 3
+MOST_RATIO: Final = 1.5
+"""Of the TTFT of fresh requests after a storm and before it, also of the very first one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,27 @@ class StormResult:
     def first_ratio(self) -> float:
         """Of the very first request after the storm over the median before it."""
         return self.after_s[0] / statistics.median(self.before_s)
+
+    def __str__(self) -> str:
+        before, after = (" ".join(f"{1e3 * time_s:.0f}" for time_s in times) for times in (self.before_s, self.after_s))
+        states = ", ".join(f"{n} {state}" for state, n in sorted(self.states.items()))
+        return (
+            f"{sum(self.states.values())} streams left: {states}; TTFT in ms before {before}; after {after}: "
+            f"the first {self.first_ratio:.2f}x, medians {self.ratio:.2f}x"
+        )
+
+
+def judged(results: Sequence[StormResult]) -> list[str]:
+    """What the median storm of *results* violates."""
+    ratios = {
+        "the first request": statistics.median(result.first_ratio for result in results),
+        "the median request": statistics.median(result.ratio for result in results),
+    }
+    return [
+        f"after a storm the TTFT of {which} is {ratio:.2f} times that before, over {MOST_RATIO:g}"
+        for which, ratio in ratios.items()
+        if ratio > MOST_RATIO
+    ]
 
 
 async def storm(base: str, rng: random.Random) -> StormResult:
