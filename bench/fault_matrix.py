@@ -14,9 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
-from bench.fault_mesh import Books, End, fault_mesh
+from bench.fault_mesh import Books, End, fault_mesh, keep_logs
 from bench.fault_stages import Scene, Stage, bring
 from tests.mesh.harness import Mesh
 
@@ -70,6 +71,10 @@ class Cell:
         if self.target is Target.CONDUCTOR and self.fault is Fault.KILL and self.stage is Stage.PLACING:
             return frozenset({"refused"})
         return frozenset({"finished"})
+
+    @property
+    def name(self) -> str:
+        return f"{self.target.name}-{self.fault.name}-{self.stage.name}".lower()
 
     def __str__(self) -> str:
         return f"{self.fault.value} of {self.target.value}, {self.stage.value}"
@@ -126,18 +131,18 @@ def _hurt(mesh: Mesh, scene: Scene, name: str, fault: Fault) -> list[End]:
     return [ask.end(timeout_s=_END_S) for ask in scene.asks]
 
 
-def run_matrix(cells: Sequence[Cell], *, tell: bool = True) -> list[Outcome]:
-    """All *cells*, on a mesh of their own for each target and fault."""
+def run_matrix(cells: Sequence[Cell], *, tell: bool = True, logs: Path | None = None) -> list[Outcome]:
+    """All *cells*, on a mesh of their own for each target and fault. What was violated leaves its logs in *logs*."""
     outcomes = []
     for target in Target:
         for fault in Fault:
             row = [cell for cell in cells if cell.target is target and cell.fault is fault]
             if row:
-                outcomes += _run_row(row, tell=tell)
+                outcomes += _run_row(row, tell=tell, logs=logs)
     return outcomes
 
 
-def _run_row(row: Sequence[Cell], *, tell: bool) -> list[Outcome]:
+def _run_row(row: Sequence[Cell], *, tell: bool, logs: Path | None) -> list[Outcome]:
     outcomes: list[Outcome] = []
     try:
         with fault_mesh() as mesh:
@@ -146,6 +151,8 @@ def _run_row(row: Sequence[Cell], *, tell: bool) -> list[Outcome]:
             for number, cell in enumerate(row):
                 outcomes.append(Outcome(cell=cell, violations=[f"{cell}: did not come to an end"]))
                 outcomes[-1] = run_cell(mesh, books, cell, "#" * number)
+                if logs is not None and outcomes[-1].violations:
+                    keep_logs(mesh, logs / cell.name)
                 if tell:
                     print(f"{cell}: {outcomes[-1].summary} ({outcomes[-1].took_s:.1f} s)", flush=True)
                     for violation in outcomes[-1].violations:

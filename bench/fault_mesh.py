@@ -10,6 +10,7 @@ Chunks and steps take long enough that whoever watches the logs can act within o
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,6 +140,13 @@ class End:
 def placements(mesh: Mesh) -> list[dict[str, Any]]:
     """What the conductor's current life placed, oldest first."""
     return [event for event in mesh.logs("conductor") if event["event"] == "request_placed"]
+
+
+def keep_logs(mesh: Mesh, folder: Path) -> None:
+    """Copy the log of every process of *mesh* into *folder*, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for log in mesh.folder.glob("*.log"):
+        shutil.copy(log, folder)
 
 
 def requests_running(mesh: Mesh) -> int:

@@ -10,9 +10,10 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
-from bench.fault_mesh import Ask, Books, End
+from bench.fault_mesh import Ask, Books, End, keep_logs
 from bench.fault_work import DEADLINE_S, Work
 from tests.mesh.harness import Mesh
 
@@ -38,11 +39,12 @@ class Injected:
 
 @dataclass(slots=True)
 class RandomRun:
-    """One run; ``violations`` in words."""
+    """One run; ``violations`` in words, of which the first leaves all logs in ``logs``."""
 
     minutes: float
     seed: str
     work: Work
+    logs: Path | None = None
     faults: list[Injected] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
@@ -69,6 +71,8 @@ class RandomRun:
                     self._mend(mesh)
                     self.violations += [f"round {self.rounds}: {found}" for found in books.differences(over_s)]
                     self.rounds += 1
+                if self.logs is not None and self.violations:
+                    keep_logs(mesh, self.logs)
                 if not self.violations:
                     self.violations += [f"at the end: {found}" for found in self.work.end(books)]
         except AssertionError as error:

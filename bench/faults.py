@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from bench.fault_matrix import Cell, Fault, Target, run_matrix, table
@@ -40,6 +41,7 @@ def main() -> int:
         "--storm", action="store_true", help=f"cancel {STREAMS} streams within two seconds, {STORMS} times"
     )
     parser.add_argument("--seed", default=str(random.randrange(10**6)), help="of what is random; times still differ")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of what was violated there")
     for name, choices in (("target", Target), ("fault", Fault), ("stage", Stage)):
         names = [choice.name.lower() for choice in choices]
         parser.add_argument(f"--{name}", choices=names, action="append", help="only this part of the matrix")
@@ -76,7 +78,7 @@ def _matrix(arguments: argparse.Namespace) -> list[str]:
         for stage in Stage
         if is_meant(target, arguments.target) and is_meant(fault, arguments.fault) and is_meant(stage, arguments.stage)
     ]
-    outcomes = run_matrix(cells)
+    outcomes = run_matrix(cells, logs=arguments.logs)
     print(table(outcomes))
     ends = sum((outcome.ends for outcome in outcomes), Counter[str]())
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(ends.items()))
@@ -87,7 +89,7 @@ def _matrix(arguments: argparse.Namespace) -> list[str]:
 def _random(arguments: argparse.Namespace) -> list[str]:
     about = f"--random {arguments.random:g} --engine {arguments.engine} --seed {arguments.seed}"
     print(f"bench.faults {about}", flush=True)
-    run = RandomRun(minutes=arguments.random, seed=arguments.seed, work=_WORK[arguments.engine]())
+    run = RandomRun(minutes=arguments.random, seed=arguments.seed, work=_WORK[arguments.engine](), logs=arguments.logs)
     run.run()
     print(run.report())
     return [f"{violation} (seed {arguments.seed})" for violation in run.violations]
