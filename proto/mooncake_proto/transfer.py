@@ -219,6 +219,7 @@ class SendReport:
 class OpenTransfer:
     """Sender's messenger → receiver's. Waits for the landing to be reserved. Answered by TransferPlan or Failure.
 
+    ``was_asked_for``: by PushBlocks, so the landing is reserved already, or its messenger began another life meanwhile.
     ``transports`` are those the sender would use, best first; ``rdma`` is its arena for those who read it by RDMA.
     """
 
@@ -226,6 +227,7 @@ class OpenTransfer:
     source: ArenaInfo
     transports: tuple[str, ...]
     rdma: RdmaMemory | None = None
+    was_asked_for: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

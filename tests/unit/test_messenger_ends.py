@@ -1,6 +1,7 @@
 """How jobs and transfers of a messenger end when a worker, a peer or a message is not where it should be."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -287,6 +288,35 @@ def test_a_push_to_a_node_that_is_gone_holds_nothing() -> None:
         assert (await rig.cut.push_blocks(push)).n_blocks == 1
         await until(lambda: rig.core.n_jobs == 0, "the push to be given up")
         assert rig.core.pool.evictable_blocks == 1
+
+    _run(scenario)
+
+
+def test_a_push_that_an_earlier_life_of_its_receiver_asked_for_is_refused_at_once() -> None:
+    """The next life answers on the same endpoint, and will never reserve a landing for it."""
+
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        push = OpenTransfer(transfer_id=T, source=rig.info, transports=("tcp",), was_asked_for=True)
+        with pytest.raises(SliceLost, match="no landing"):
+            async with asyncio.timeout(5.0):
+                await rig.receiver.open(push)
+        landing = tasks.create_task(rig.receiver.open(dataclasses.replace(push, was_asked_for=False)))
+        await asyncio.sleep(0)
+        assert not landing.done(), "a decode job may reserve it any moment"
+        landing.cancel()
+
+    _run(scenario)
+
+
+def test_a_push_says_that_it_was_asked_for() -> None:
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        await rig.acquire("j")
+        rig.core.seal(JobId("j"), 0, [KEY])
+        rig.cut.end_job(JobId("j"), "done")
+        await rig.cut.push_blocks(PushBlocks(transfer_id=T, target=OTHER, keys=join_keys([KEY]), deadline_s=0.1))
+        await until(lambda: any(isinstance(body, OpenTransfer) for body in rig.peer.told), "the push to be opened")
+        assert [body.was_asked_for for body in rig.peer.told if isinstance(body, OpenTransfer)] == [True]
+        await until(lambda: rig.core.n_jobs == 0, "the push to be given up")
 
     _run(scenario)
 

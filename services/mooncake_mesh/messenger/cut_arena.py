@@ -317,7 +317,7 @@ class CutArena:
         if n_blocks == 0:
             self.end_job(outbound.job_id, "nothing to push")
         else:
-            sender.start(outbound, request.target, request.deadline_s)
+            sender.start(outbound, request.target, request.deadline_s, was_asked_for=True)
             whole = SliceReady(transfer_id=request.transfer_id, layer=0, n_layers=1, first_block=0, n_blocks=n_blocks)
             sender.announce(whole)
             self._tasks.create_task(self._end_push(outbound.job_id, request.transfer_id))

@@ -81,11 +81,14 @@ class Receiver:
         self.link_secret = new_secret()
 
     async def open(self, request: OpenTransfer) -> TransferPlan:
-        """Tell a sender where its blocks go. Waits for the landing to be reserved (the call's deadline bounds it).
+        """Tell a sender where its blocks go. Waits for the landing to be reserved (the call's deadline bounds it), but
+        not for one that an earlier life of this messenger asked for: nobody will.
 
         A landing that is over and had all its KV (its job was short, or found everything cached) wants no block.
         Raises SliceLost for one that failed.
         """
+        if request.was_asked_for and self._core.landing_or_end(request.transfer_id) is None:
+            raise SliceLost(f"no landing for transfer {request.transfer_id}")
         landing: Landing | Ended = await self.changed.until(lambda: self._core.landing_or_end(request.transfer_id))
         if request.source.block_bytes != self._core.block_bytes:
             raise TransferError(

@@ -42,6 +42,7 @@ _LAST_WORDS_S: Final = 1.0
 class _Sending:
     outbound: Outbound
     target: str
+    was_asked_for: bool
     started_s: float
     task: asyncio.Task[None] | None = None
     transport: str = ""
@@ -82,9 +83,10 @@ class Sender:
         self.sent_bytes = 0
         self.transports: set[str] = set()
 
-    def start(self, outbound: Outbound, target: str, deadline_s: float) -> None:
-        """Begin a transfer to the messenger at *target*; slices follow by :meth:`announce`."""
-        sending = _Sending(outbound=outbound, target=target, started_s=monotonic())
+    def start(self, outbound: Outbound, target: str, deadline_s: float, *, was_asked_for: bool = False) -> None:
+        """Begin a transfer to the messenger at *target*, who may have asked for it; slices follow by
+        :meth:`announce`."""
+        sending = _Sending(outbound=outbound, target=target, was_asked_for=was_asked_for, started_s=monotonic())
         self._sending[outbound.transfer_id] = sending
         sending.task = self._tasks.create_task(self._run(sending, deadline_s))
 
@@ -152,7 +154,13 @@ class Sender:
     async def _open(self, sending: _Sending, deadline_s: float) -> SendPath:
         transfer_id = sending.outbound.transfer_id
         peer = self._peers.get(sending.target)
-        request = OpenTransfer(transfer_id=transfer_id, source=self._me, transports=self._offered, rdma=self._rdma)
+        request = OpenTransfer(
+            transfer_id=transfer_id,
+            source=self._me,
+            transports=self._offered,
+            rdma=self._rdma,
+            was_asked_for=sending.was_asked_for,
+        )
         plan = await peer.call(request, TransferPlan, timeout_s=deadline_s, connect_timeout_s=_CONNECT_TIMEOUT_S)
         sending.outbound.planned(plan.slots)
         sending.transport = plan.transport
