@@ -13,7 +13,7 @@ import uvicorn
 
 from mooncake_mesh.errors import MeshError
 from mooncake_mesh.gateway import accepting
-from mooncake_mesh.gateway.accepting import Acceptor, HttpServer, has_left, listen
+from mooncake_mesh.gateway.accepting import SEND_BUFFER_BYTES, Acceptor, HttpServer, has_left, listen
 from tests.unit.gateway_doubles import Gateway, says
 from tests.unit.mesh_doubles import Run, on_both_loops, until
 
@@ -185,6 +185,24 @@ def test_a_name_of_several_addresses_has_one_port(run: Run[None]) -> None:
         finally:
             for listener in listeners:
                 listener.close()
+
+    run(scenario())
+
+
+def test_the_kernel_keeps_little_of_what_a_client_does_not_read(run: Run[None], made: list[Noted]) -> None:
+    async def scenario() -> None:
+        async with accepting_on(await one_listener()) as address:
+            with socket.socket() as idle:
+                idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                idle.connect(address)
+                await until(lambda: made, "the connection")
+                transport = made[0].transport
+                written = 0
+                while transport.get_write_buffer_size() == 0 and written < 64 * SEND_BUFFER_BYTES:
+                    transport.write(bytes(16 << 10))
+                    written += 16 << 10
+                    await asyncio.sleep(0)
+                assert written <= 4 * SEND_BUFFER_BYTES
 
     run(scenario())
 
