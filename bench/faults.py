@@ -4,10 +4,11 @@
 without an option      the matrix: process x stage of a request x fault, see fault_matrix.py
 ``--random MINUTES``   random faults under load, see fault_random.py; with ``--engine transformers`` on real engines
 ``--storm``            hundreds of streams cancelled at once, see fault_storm.py
+``--stalled``          memory while clients, the gateway or the conductor stall, see fault_stall.py
 ====================== ==============================================================================================
 
-All on a mesh of fake engines with a spare for each worker and messenger (fault_mesh.py). The exit code is 1 after any
-violation.
+All but ``--engine transformers`` on a mesh of fake engines; all but ``--stalled`` with a spare for each worker and
+messenger (fault_mesh.py). The exit code is 1 after any violation.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from bench import fault_stall
 from bench.fault_matrix import Cell, Fault, Target, run_matrix, table
 from bench.fault_mesh import Books, fault_mesh
 from bench.fault_random import RandomRun
@@ -40,6 +42,7 @@ def main() -> int:
     parser.add_argument(
         "--storm", action="store_true", help=f"cancel {STREAMS} streams within two seconds, {STORMS} times"
     )
+    parser.add_argument("--stalled", action="store_true", help="memory of every process while somebody stalls")
     parser.add_argument("--seed", default=str(random.randrange(10**6)), help="of what is random; times still differ")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of what was violated there")
     for name, choices in (("target", Target), ("fault", Fault), ("stage", Stage)):
@@ -47,9 +50,16 @@ def main() -> int:
         parser.add_argument(f"--{name}", choices=names, action="append", help="only this part of the matrix")
     arguments = parser.parse_args()
     if arguments.engine != "fake" and arguments.random is None:
-        parser.error("--engine: the matrix and the storm are of fake engines")
-    act = _random if arguments.random is not None else _storm if arguments.storm else _matrix
-    return _with_forks(arguments.engine, lambda: act(arguments))
+        parser.error("--engine: all but --random is of fake engines")
+    return _with_forks(arguments.engine, lambda: _chosen(arguments)(arguments))
+
+
+def _chosen(arguments: argparse.Namespace) -> Callable[[argparse.Namespace], list[str]]:
+    if arguments.random is not None:
+        return _random
+    if arguments.storm:
+        return _storm
+    return _stalled if arguments.stalled else _matrix
 
 
 def _with_forks(engine: str, act: Callable[[], list[str]]) -> int:
@@ -106,6 +116,12 @@ def _storm(arguments: argparse.Namespace) -> list[str]:
             print(results[-1], flush=True)
             violations += books.differences(time.monotonic())
     return violations + judged(results)
+
+
+def _stalled(_: argparse.Namespace) -> list[str]:
+    results = fault_stall.run_stalls(fault_stall.StallPlan())
+    print(fault_stall.table(results))
+    return [violation for result in results for violation in result.violations]
 
 
 if __name__ == "__main__":
