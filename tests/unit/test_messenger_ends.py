@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from mooncake_mesh.config import ChecksumKind, MessengerConfig, TransportKind
-from mooncake_mesh.errors import PeerUnreachable, SliceLost
+from mooncake_mesh.errors import PeerUnreachable, SliceLost, TransferError
 from mooncake_mesh.kv.block_hash import join_keys
 from mooncake_mesh.mesh.arena import Holder
 from mooncake_mesh.messenger.core import MessengerCore
@@ -64,7 +64,7 @@ class Peer:
 class Rig:
     """One messenger from its event loop down to the pool; its sockets are doubles."""
 
-    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, transport: TransportKind = TransportKind.TCP) -> None:
         self.peer = Peer()
         peers = cast(Any, SimpleNamespace(get=lambda _: self.peer))
         self.core = MessengerCore(n_blocks=N_BLOCKS, block_bytes=BLOCK_BYTES)
@@ -86,7 +86,7 @@ class Rig:
             info,
             cast(Any, None),
             threads,
-            transport=TransportKind.TCP,
+            transport=transport,
             data_host="localhost",
             rdma=None,
             on_written=self.cut.pool_changed,
@@ -97,7 +97,7 @@ class Rig:
             peers,
             tasks,
             threads,
-            transport=TransportKind.TCP,
+            transport=transport,
             checksums=ChecksumKind.XXH3,
             tcp_connections=1,
             rdma=None,
@@ -131,10 +131,10 @@ class Rig:
         return waiting, bytes.fromhex(plan.token)
 
 
-def _run(scenario: Callable[[Rig, asyncio.TaskGroup], Any]) -> None:
+def _run(scenario: Callable[[Rig, asyncio.TaskGroup], Any], transport: TransportKind = TransportKind.TCP) -> None:
     async def all_of_it() -> None:
         async with asyncio.TaskGroup() as tasks:
-            rig = Rig(tasks)
+            rig = Rig(tasks, transport)
             rig.cut.came(WORKER.incarnation)
             await scenario(rig, tasks)
             await rig.cut.close()
@@ -147,6 +147,36 @@ def _run(scenario: Callable[[Rig, asyncio.TaskGroup], Any]) -> None:
 def _slice(logical: int = 0) -> list[Incoming]:
     span = SliceSpan(logical=logical, layer=0, n_layers=LAYERS)
     return [Incoming(span=span, size_bytes=BLOCK_BYTES, checksum=None)]
+
+
+# --- transports that were asked for by name ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "offered"), [(TransportKind.TCP, ("rdma",)), (TransportKind.RDMA, ("tcp",)), (TransportKind.RDMA, ())]
+)
+def test_a_transport_that_was_asked_for_by_name_is_never_replaced(
+    asked_for: TransportKind, offered: tuple[str, ...]
+) -> None:
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        waiting = tasks.create_task(rig.acquire("j", landing=T, landing_blocks=2, landing_layers=LAYERS))
+        with pytest.raises(
+            TransferError, match=rf"^no common transport: node0 offers .*, node0 takes {asked_for.value}$"
+        ):
+            await rig.receiver.open(OpenTransfer(transfer_id=T, source=rig.info, transports=offered))
+        waiting.cancel()
+
+    _run(scenario, asked_for)
+
+
+def test_of_the_transports_that_are_offered_the_one_asked_for_is_taken() -> None:
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        waiting = tasks.create_task(rig.acquire("j", landing=T, landing_blocks=2, landing_layers=LAYERS))
+        request = OpenTransfer(transfer_id=T, source=rig.info, transports=("shm", "rdma", "tcp"))
+        assert (await rig.receiver.open(request)).transport == "tcp"
+        waiting.cancel()
+
+    _run(scenario)
 
 
 # --- aborts -----------------------------------------------------------------------------------------------------------

@@ -38,6 +38,21 @@ def test_bytes_arrive_in_their_slots(slot_bytes: int, n_lanes: int) -> None:
     asyncio.run(run())
 
 
+def test_transfers_without_end_open_no_more_connections() -> None:
+    async def run() -> None:
+        relay = Relay()
+        try:
+            async with tcp_pair(4096, n_lanes=2, via=relay) as pair:
+                for _ in range(50):
+                    token = pair.windows.open(first_byte=0, slot_bytes=4096, n_slots=1)
+                    await pair.path(token).send(_slices(pair.source, 4096, 1))
+                assert relay.accepted == 1 + 2  # the control connection and the lanes
+        finally:
+            relay.close()
+
+    asyncio.run(run())
+
+
 def test_many_small_slices_of_several_transfers_at_once() -> None:
     async def run() -> None:
         async with tcp_pair(8 * 1000 * 300) as pair:

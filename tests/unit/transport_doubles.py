@@ -123,13 +123,16 @@ class HandMadeReceiver:
 
 
 class Relay:
-    """Passes connections on to ``port_behind``; :meth:`cut_after` ends all of them after so many bytes on one."""
+    """Passes connections on to ``port_behind``; :meth:`cut_after` ends all of them after so many bytes on one.
+
+    ``accepted`` counts them.
+    """
 
     def __init__(self) -> None:
         self._listener = socket.create_server((HOST, 0))
         self.port = self._listener.getsockname()[1]
         self.port_behind = 0
-        self.cuts = 0
+        self.cuts = self.accepted = 0
         self._budget: int | None = None
         self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -159,6 +162,7 @@ class Relay:
                 return
             far = socket.create_connection((HOST, self.port_behind))
             self._open += [near, far]
+            self.accepted += 1
             self._start(self._pass_on, near, far)
             self._start(self._pass_on, far, near)
 
