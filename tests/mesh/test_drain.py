@@ -106,6 +106,19 @@ def test_a_drained_node_serves_its_kv_until_it_is_gone(mesh: Mesh) -> None:
     mesh.wait_idle()
 
 
+def test_the_last_of_a_role_is_drained_by_force_only(mesh: Mesh) -> None:
+    said = _drain(mesh, "node2")  # both decode instances
+    assert said.returncode == 2
+    assert "nobody else takes the work of decode0 (decode), decode1 (decode)" in said.stderr
+    assert all(_state(mesh, name).takes_work for name in ("decode0", "decode1"))
+
+    assert _drain(mesh, "node2", "--force").returncode == 0
+    assert not any(_state(mesh, name).takes_work for name in ("decode0", "decode1"))
+    for name in ("decode0", "decode1"):
+        mesh.restart(name)
+    mesh.wait_healthy()
+
+
 def test_an_order_for_a_former_life_is_refused(mesh: Mesh) -> None:
     for name, order in (("prefill0", Drain), ("decode0", Stop), ("messenger0", Stop)):
         failure = clients.refused(mesh.endpoint(name), order(incarnation="0" * 16))

@@ -2,17 +2,30 @@
 
 import pytest
 
-from mooncake_mesh.cli.drain_state import DrainState, chosen, drain_state, state_of
+from mooncake_mesh.cli.drain_state import DrainState, check_others_are_left, chosen, drain_state, state_of
 from mooncake_mesh.errors import Refused
-from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, Role, StatusReport
+from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, ModelCard, Role, StatusReport
 from mooncake_proto.ids import Incarnation, InstanceId, NodeId
 
 LIFE, NEXT_LIFE = Incarnation("a" * 16), Incarnation("b" * 16)
 
 
-def _member(role: Role, name: str, load: Load, *, node: str = "node0", health: Health = Health.ALIVE) -> MemberState:
+def _member(
+    role: Role,
+    name: str,
+    load: Load,
+    *,
+    node: str = "node0",
+    health: Health = Health.ALIVE,
+    model: ModelCard | None = None,
+) -> MemberState:
     member = Member(
-        role=role, instance_id=InstanceId(name), node_id=NodeId(node), incarnation=LIFE, endpoint=f"ipc:///{name}"
+        role=role,
+        instance_id=InstanceId(name),
+        node_id=NodeId(node),
+        incarnation=LIFE,
+        endpoint=f"ipc:///{name}",
+        model=model,
     )
     return MemberState(member=member, health=health, load=load, takes_work=not load.draining, last_beat_s=0.0)
 
@@ -69,3 +82,55 @@ def test_a_node_means_its_workers_and_its_messenger_an_instance_only_itself() ->
     for nobody in ("messenger0", "prefill2", "node7"):
         with pytest.raises(Refused, match=f"{nobody} is no .*decode0, node0, node1, prefill0, prefill1"):
             names(nobody)
+
+
+# --- who is left ------------------------------------------------------------------------------------------------------
+
+
+def _card(name: str) -> ModelCard:
+    return ModelCard(
+        name=name, fingerprint="f", dtype="float32", block_tokens=16, block_bytes=64, max_context_tokens=64
+    )
+
+
+def _check(report: StatusReport, *names: str) -> None:
+    check_others_are_left(report, chosen(report, list(names))[0])
+
+
+def test_the_last_worker_of_a_role_is_not_drained() -> None:
+    report = _report(
+        _member(Role.PREFILL, "prefill0", Load()),
+        _member(Role.PREFILL, "prefill1", Load(), node="node1"),
+        _member(Role.DECODE, "decode0", Load(), node="node1"),
+    )
+    _check(report, "prefill0")
+    with pytest.raises(Refused, match=r"nobody else takes the work of decode0 \(decode\): .*--force"):
+        _check(report, "decode0")
+    with pytest.raises(Refused, match=r"decode0 \(decode\)"):
+        _check(report, "node1")
+    with pytest.raises(Refused, match=r"prefill0 \(prefill\), prefill1 \(prefill\)"):
+        _check(report, "prefill0", "prefill1")
+
+
+def test_who_takes_no_work_is_nobody_who_is_left() -> None:
+    report = _report(
+        _member(Role.DECODE, "decode0", Load()),
+        _member(Role.DECODE, "decode1", Load(draining=True)),
+        _member(Role.DECODE, "decode2", Load(draining=True), health=Health.DEAD),
+    )
+    with pytest.raises(Refused, match="decode0"):
+        _check(report, "decode0")
+
+
+def test_who_takes_no_work_any_more_may_be_drained_to_the_end() -> None:
+    report = _report(_member(Role.DECODE, "decode0", Load(draining=True, running_jobs=1)))
+    _check(report, "decode0")
+
+
+def test_a_worker_with_another_model_is_no_other() -> None:
+    report = _report(
+        _member(Role.DECODE, "decode0", Load(), model=_card("one")),
+        _member(Role.DECODE, "decode1", Load(), model=_card("other")),
+    )
+    with pytest.raises(Refused, match="decode1"):
+        _check(report, "decode1")

@@ -2,7 +2,8 @@
 
 A drained worker gets nothing new and finishes what it has. It stays a member until it is stopped, and its node serves
 the KV it holds. ``--stop`` ends the drained processes, for whoever started them to start them again; of a node that is
-given by name, the messenger too, and with it what it keeps in memory.
+given by name, the messenger too, and with it what it keeps in memory. Where nobody else is left for their work nobody
+is drained, unless ``--force`` says so.
 
 Exit codes: 0 when all are drained (or gone), 1 when they are not in time, 2 for a refused command or no conductor.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
-from mooncake_mesh.cli.drain_state import DrainState, chosen, state_of
+from mooncake_mesh.cli.drain_state import DrainState, check_others_are_left, chosen, state_of
 from mooncake_mesh.errors import MooncakeError, PeerUnreachable, Refused
 from mooncake_mesh.mesh import key_folder
 from mooncake_mesh.mesh.curve import MeshKeys
@@ -47,13 +48,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keys", type=Path, help="folder with the keys of tcp sockets (mooncake keys)")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="longest wait (default %(default)g)")
     parser.add_argument("--stop", action="store_true", help="end the processes once they are drained")
+    parser.add_argument("--force", action="store_true", help="also where nobody else is left for the work")
     return parser
 
 
 async def _run(arguments: argparse.Namespace, keys: MeshKeys | None) -> int:
     deadline_s = monotonic() + arguments.timeout_s
     async with RpcClient(arguments.conductor, keys=keys) as conductor:
-        workers, messengers = chosen(await _report(conductor), arguments.names)
+        report = await _report(conductor)
+        workers, messengers = chosen(report, arguments.names)
+        if not arguments.force:
+            check_others_are_left(report, workers)
         watch = _Watch(conductor, deadline_s)
         for worker in workers:
             await _order(worker, Drain(incarnation=worker.member.incarnation), keys)

@@ -1,6 +1,7 @@
 """How far the draining of an instance is, as the conductor's report tells. Pure."""
 
 import enum
+from collections.abc import Sequence
 
 from mooncake_mesh.errors import Refused
 from mooncake_proto.control import Health, MemberState, Role, StatusReport
@@ -62,3 +63,22 @@ def chosen(report: StatusReport, names: list[str]) -> tuple[list[MemberState], l
             group = workers if state.member.role in _WORKERS else messengers
             group[state.member.instance_id] = state
     return list(workers.values()), list(messengers.values())
+
+
+def check_others_are_left(report: StatusReport, workers: Sequence[MemberState]) -> None:
+    """Raises Refused if without *workers* nobody takes work of a role, for a model, that somebody takes now."""
+    leaving = {state.member.instance_id for state in workers}
+    taking = [state for state in report.cluster.members if state.member.role in _WORKERS and state.takes_work]
+    left = {_service(state) for state in taking if state.member.instance_id not in leaving}
+    lost = [state for state in taking if state.member.instance_id in leaving and _service(state) not in left]
+    if lost:
+        names = ", ".join(sorted(f"{state.member.instance_id} ({state.member.role.value})" for state in lost))
+        raise Refused(
+            "last_of_its_role",
+            f"nobody else takes the work of {names}: requests would be refused meanwhile; --force drains anyway",
+        )
+
+
+def _service(state: MemberState) -> tuple[Role, str]:
+    """What one worker can do in place of another."""
+    return state.member.role, "" if state.member.model is None else state.member.model.name
