@@ -1,4 +1,4 @@
-"""The conductor's process over a router whose messages come when the test says so."""
+"""The conductor as its process makes it, over a router whose messages come when the test says so."""
 
 import asyncio
 from dataclasses import replace
@@ -10,19 +10,18 @@ from mooncake_mesh.conductor.service import ConductorService
 from mooncake_mesh.config import ConductorConfig
 from mooncake_mesh.mesh import rpc
 from mooncake_mesh.mesh.runtime import Lifecycle
-from mooncake_proto.control import CancelCall
+from mooncake_proto.control import CancelCall, Health, Load, Member, Role
 from mooncake_proto.envelope import Envelope
-from mooncake_proto.ids import Incarnation, JobId, MessageId
+from mooncake_proto.ids import Incarnation, InstanceId, JobId, MessageId, NodeId
 from mooncake_proto.serving import Rejected, Schedule
 from tests.unit.mesh_doubles import ANY_PORT, Run, ScriptedRouter, on_both_loops, until
-
-pytestmark = on_both_loops
 
 
 def schedule(job_id: str) -> Schedule:
     return Schedule(job_id=JobId(job_id), model="m", prompt_tokens=5, max_new_tokens=5, keys=b"")
 
 
+@on_both_loops
 def test_what_is_cancelled_before_its_turn_is_not_placed(run: Run[None], monkeypatch: pytest.MonkeyPatch) -> None:
     router = ScriptedRouter()
     monkeypatch.setattr(rpc.sockets, "router", router)
@@ -45,3 +44,28 @@ def test_what_is_cancelled_before_its_turn_is_not_placed(run: Run[None], monkeyp
         assert core.rejected_total == 1  # the mesh is empty: what was not asked for was not refused either
 
     run(scenario())
+
+
+@pytest.mark.parametrize(("dead_after_s", "forgotten_after_s"), [(3.0, 60.0), (45.0, 90.0), (600.0, 1200.0)])
+def test_a_dead_member_is_told_of_for_a_while_however_patient_the_conductor_is(
+    dead_after_s: float, forgotten_after_s: float
+) -> None:
+    config = ConductorConfig(suspect_after_s=dead_after_s / 2, dead_after_s=dead_after_s)
+    core = conductor_core(config, Incarnation("c"), 0.0)
+    member = Member(
+        role=Role.GATEWAY,
+        instance_id=InstanceId("gateway0"),
+        node_id=NodeId("n"),
+        incarnation=Incarnation("i"),
+        endpoint="ipc://g",
+    )
+    core.register(member, Load(), 0.0)
+    healths: dict[Health, float] = {}
+    now_s = 0.0
+    while core.cluster_state(now_s).members:
+        healths[core.cluster_state(now_s).members[0].health] = now_s
+        now_s += 0.25
+        core.expire(now_s)
+    assert list(healths) == [Health.ALIVE, Health.SUSPECT, Health.DEAD]
+    assert healths[Health.SUSPECT] < dead_after_s <= healths[Health.SUSPECT] + 0.25
+    assert forgotten_after_s - 0.25 <= healths[Health.DEAD] <= forgotten_after_s

@@ -36,6 +36,9 @@ DEFAULT_COST: Final = LinearCost(
 """Where the instances have not reported speeds of their own yet: a 135 M model on one CPU core (prefill about
 800 tokens/s, a decode step of 38 ms at batch 1), KV over loopback TCP. What they measure soon corrects it."""
 
+_FORGET_AFTER_S: Final = 60.0
+"""So long at least after its last beat a dead member is still told of; and as long again as it took to be dead."""
+
 _DECIDING: Final = (
     "heartbeat_s", "suspect_after_s", "dead_after_s", "ttft_slo_s", "tbt_slo_s", "ttft_slo_factor", "tbt_slo_factor",
     "placement", "kvcache_balancing_threshold", "replication_share", "admission", "load_measure", "wip_limit",
@@ -58,6 +61,7 @@ def conductor_core(
         "peers": PeerTable(
             suspect_after_s=config.suspect_after_s,
             dead_after_s=config.dead_after_s,
+            forget_after_s=max(_FORGET_AFTER_S, 2 * config.dead_after_s),
             look_every_s=config.heartbeat_s,
         ),
         "index": PrefixIndex(max_entries=config.index_max_blocks),
