@@ -76,6 +76,7 @@ class PromptQueue(Sequence[QueuedPrompt]):
 
     __slots__ = (
         "_arrivals_s",
+        "_before",
         "_busy_until_s",
         "_made",
         "_pending",
@@ -99,6 +100,7 @@ class PromptQueue(Sequence[QueuedPrompt]):
         self._arrivals_s = arrivals_s
         self._ttft_s = ttft_s
         self._pending: tuple[Pending, ...] = ()
+        self._before: PromptQueue | None = None
         self._busy_until_s = 0.0
         self._made: tuple[QueuedPrompt, ...] | None = None
 
@@ -106,6 +108,7 @@ class PromptQueue(Sequence[QueuedPrompt]):
         """With *pending* put where the instance will put them; all are computed by *busy_until_s*."""
         after = PromptQueue(self._prompts, self._prefills_s, self._priorities, self._arrivals_s, self._ttft_s)
         after._pending, after._busy_until_s = tuple(pending), busy_until_s
+        after._before = self if self._before is None else self._before
         return after
 
     @property
@@ -141,6 +144,17 @@ class PromptQueue(Sequence[QueuedPrompt]):
         return self._made
 
     def _in_order(self) -> list[QueuedPrompt]:
+        """Of one report there are as many queues as placements until the next one, so its own part is made once."""
+        queue = self._reported() if self._before is None else list(self._before._all())
+        ends_s = self._busy_until_s - sum(work.prefill_s for work in self._pending)
+        for work in self._pending:
+            prompt = QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s, priority=work.priority)
+            has_to_wait = self.is_ordered and ends_s > work.placed_s
+            queue_up(self._waiting(prompt, work.placed_s) if has_to_wait else prompt, queue, ends_s)
+            ends_s += work.prefill_s
+        return queue
+
+    def _reported(self) -> list[QueuedPrompt]:
         reported = zip(self._prompts, self._prefills_s, self._priorities, strict=True)
         queue = [
             QueuedPrompt(tokens=uncached + cached, prefill_s=prefill_s, priority=priority)
@@ -149,12 +163,6 @@ class PromptQueue(Sequence[QueuedPrompt]):
         arrivals_s = self._arrivals_s or ()
         for i, arrival_s in enumerate(arrivals_s, start=len(queue) - len(arrivals_s)):
             queue[i] = self._waiting(queue[i], arrival_s)
-        ends_s = self._busy_until_s - sum(work.prefill_s for work in self._pending)
-        for work in self._pending:
-            prompt = QueuedPrompt(tokens=work.tokens, prefill_s=work.prefill_s, priority=work.priority)
-            has_to_wait = self.is_ordered and ends_s > work.placed_s
-            queue_up(self._waiting(prompt, work.placed_s) if has_to_wait else prompt, queue, ends_s)
-            ends_s += work.prefill_s
         return queue
 
     def _waiting(self, prompt: QueuedPrompt, arrival_s: float) -> QueuedPrompt:

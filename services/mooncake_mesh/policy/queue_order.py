@@ -112,8 +112,10 @@ def queue_up(new: QueuedPrompt, queue: list[QueuedPrompt], busy_until_s: float) 
 def waiting_prompt(prompt: QueuedPrompt, arrival_s: float, ttft_s: float | None) -> QueuedPrompt:
     """*prompt* as one that others may overtake, by the default rules."""
     rules = DEFAULT_RULES
-    return replace(
-        prompt,
+    return QueuedPrompt(  # not replace(): it takes three times as long, and this is done for every prompt that waits
+        tokens=prompt.tokens,
+        prefill_s=prompt.prefill_s,
+        priority=prompt.priority,
         due_s=arrival_s + rules.stretch * prompt.prefill_s,
         latest_s=inf if ttft_s is None else arrival_s + rules.safety * ttft_s,
     )
