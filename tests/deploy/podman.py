@@ -46,7 +46,7 @@ def lacking() -> str | None:
     """Why no containers can be run here, if so."""
     if os.geteuid() != 0:
         return "needs root: containers get networks of their own"
-    programs = ("podman", "runc", "debootstrap", "/usr/lib/podman/netavark", "/usr/lib/podman/aardvark-dns")
+    programs = ("podman", "runc", "debootstrap", "iptables", "/usr/lib/podman/netavark", "/usr/lib/podman/aardvark-dns")
     missing = [Path(name).name for name in programs if shutil.which(name) is None]
     if missing:
         return f"needs the packages {' '.join(missing)} (scripts/test-deploy --install)"
