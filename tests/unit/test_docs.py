@@ -20,7 +20,7 @@ from scripts import config_reference
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _PAGES: Final = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
 _BLOCK: Final = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_SYSTEM: Final = {"systemctl", "xdg-open", "docker", "curl", "cp", "python", "python3", "pip", "journalctl"}
+_SYSTEM: Final = {"git", "systemctl", "xdg-open", "docker", "curl", "cp", "python", "python3", "pip", "journalctl"}
 _OWN_FLAGS: Final = {"keys", "drain", "trace", "bench"}
 """Commands whose flags are no configuration."""
 
