@@ -65,6 +65,20 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_caching, "_ASK_EVERY_S", 0.0)
 
 
+class Process:
+    """Tells what is done to it."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self._name = name
+        self._told = told
+
+    def kill(self) -> None:
+        self._told.append(f"kill {self._name}")
+
+    def wait(self, timeout: float) -> None:
+        self._told.append(f"wait {self._name}")
+
+
 def bench_of(client: Client) -> Bench:
     return Bench(client, prefix_tokens=130, seed=1)  # type: ignore[arg-type]
 
@@ -85,14 +99,23 @@ def test_a_cache_that_fails_ends_the_run() -> None:
         bench_of(Client(cache_of("error", CacheError(type="t", message="no_room")))).keep()
 
 
-def test_a_loss_is_over_when_the_cache_was_missed_and_is_ready_again() -> None:
-    killed = []
+def test_who_knows_of_the_cache_or_holds_it_is_killed() -> None:
+    told: list[str] = []
     names = ("gateway0", "messenger0", "messenger1", "decode0")
-    processes = {name: SimpleNamespace(kill=lambda name=name: killed.append(name)) for name in names}
+    processes = {name: Process(name, told) for name in names}
     mesh = LocalMesh(host="", port=0, model="", sdk="", conductor="", processes=processes)  # type: ignore[arg-type]
-    client = Client(PeerUnreachable("gone"), cache_of("ready"), cache_of("pending"), cache_of("ready"))
-    assert lose(mesh, bench_of(client), cache_of("ready")) > 0
-    assert (killed, client.states) == (["gateway0", "messenger0", "messenger1"], [])
+    answers: list[bool | Exception] = [PeerUnreachable("gone"), False, True]
+
+    def is_back() -> bool:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    lose(mesh, is_back)
+    victims = ["gateway0", "messenger0", "messenger1"]
+    assert told == [f"{what} {name}" for what in ("kill", "wait") for name in victims]
+    assert answers == []
 
 
 @pytest.mark.parametrize(("kept_s", "cached", "met"), [(0.1, 99, [True, True]), (0.2, 97, [False, False])])
