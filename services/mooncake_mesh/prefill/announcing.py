@@ -28,7 +28,11 @@ class Forwarded:
 
 
 def forward(engine: Engine, chunk: PrefillChunk, news: "LayerNews") -> Forwarded:
-    """Compute *chunk*; on the engine thread. Raises StopRequested, or what the engine raises."""
+    """Compute *chunk*; on the engine thread. Raises StopRequested, or what the engine raises.
+
+    A job that was stopped has, maybe, no arena any more: the thread was told to let go of it after the stop.
+    """
+    news.check()
     began_s, cpu_s = monotonic(), thread_time()
     drawn = engine.prefill(chunk, news)
     return Forwarded(drawn=drawn, began_s=began_s, compute_s=monotonic() - began_s, cpu_s=thread_time() - cpu_s)
@@ -61,10 +65,14 @@ class LayerNews:
         self._loop = asyncio.get_running_loop()
         self._progress = LayerProgress(first_layer)
 
-    def __call__(self, layer: int) -> None:
+    def check(self) -> None:
         """Raises StopRequested."""
         if self._is_stopped():
             raise StopRequested
+
+    def __call__(self, layer: int) -> None:
+        """Raises StopRequested."""
+        self.check()
         if self._transfer_id is not None and self._progress.wrote(layer):
             self._loop.call_soon_threadsafe(self._announce)
 

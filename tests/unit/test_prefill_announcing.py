@@ -1,0 +1,74 @@
+"""One chunk's forward on the engine thread, and what it tells of layers."""
+
+import asyncio
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from mooncake_mesh.engine.api import PrefillChunk
+from mooncake_mesh.engine.fake import FakeEngine
+from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_mesh.prefill.announcing import Forwarded, LayerNews, StopRequested, forward
+from mooncake_proto.ids import TransferId
+from mooncake_proto.transfer import SliceReady
+from tests.mesh.clients import FAKE
+
+
+class Messenger:
+    def __init__(self) -> None:
+        self.posted: list[SliceReady] = []
+
+    def post(self, body: SliceReady) -> None:
+        self.posted.append(body)
+
+
+def news(messenger: Messenger, *, is_stopped: bool) -> LayerNews:
+    return LayerNews(
+        cast(RpcClient, messenger),
+        TransferId("t"),
+        first_layer=0,
+        first_block=0,
+        n_blocks=1,
+        is_stopped=lambda: is_stopped,
+        failed=lambda error: pytest.fail(str(error)),
+    )
+
+
+def engine(*, bound: bool) -> FakeEngine:
+    made = FakeEngine(FAKE)
+    if bound:
+        made.bind(memoryview(bytearray(4 * made.spec.layout.block_bytes)))
+    return made
+
+
+def run(engine: FakeEngine, messenger: Messenger, *, is_stopped: bool) -> Forwarded:
+    chunk = PrefillChunk(sequence="s", tokens=np.arange(5, dtype=np.int32), start=0, blocks=[0])
+
+    async def scenario() -> Any:
+        done = forward(engine, chunk, news(messenger, is_stopped=is_stopped))
+        await asyncio.sleep(0)  # what it announces is posted on the loop
+        return done
+
+    return cast(Forwarded, asyncio.run(scenario()))
+
+
+def test_every_layer_is_announced() -> None:
+    messenger = Messenger()
+    run(engine(bound=True), messenger, is_stopped=False)
+    layers = [layer for told in messenger.posted for layer in range(told.layer, told.layer + told.n_layers)]
+    assert layers == list(range(FAKE.layout.layers))
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_stopped_job_computes_nothing_even_where_its_arena_is_gone(bound: bool) -> None:
+    """The node's messenger died between two chunks: the job is placed again, it has not failed."""
+    messenger = Messenger()
+    with pytest.raises(StopRequested):
+        run(engine(bound=bound), messenger, is_stopped=True)
+    assert messenger.posted == []
+
+
+def test_an_engine_that_fails_says_so() -> None:
+    with pytest.raises(RuntimeError, match="not bound"):
+        run(engine(bound=False), Messenger(), is_stopped=False)
