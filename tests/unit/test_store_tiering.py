@@ -79,6 +79,15 @@ def test_what_is_saved_stays_and_leaves_without_a_write_later() -> None:
     assert pool.free_blocks == 2
 
 
+def test_more_than_ssd_holds_is_not_written_again_and_again() -> None:
+    pool, slots = _pool(2, 0, 1), SlotTable(1)
+    tiering = Tiering(pool, slots)
+    blocks = pool.match([key(0), key(1)])
+    for one in tiering.saving(blocks):
+        _move(tiering, [one])
+    assert (slots.keys(), tiering.saving(blocks)) == ([key(1)], [])
+
+
 def test_what_changes_hands_while_it_is_saved_is_not_written() -> None:
     pool, slots = _pool(1, 0), SlotTable(1)
     tiering = Tiering(pool, slots)

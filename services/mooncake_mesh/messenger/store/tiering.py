@@ -77,6 +77,7 @@ class Tiering:
         self._high = pool.n_blocks * HIGH_PERCENT // 100
         self._low = pool.n_blocks * (HIGH_PERCENT - EVICT_PERCENT) // 100
         self._failed_in_a_row = 0
+        self._saved: dict[BlockId, int] = {}  # and its generation then
         self.spoiled_blocks = 0
         self.failed_writes = 0
 
@@ -112,7 +113,10 @@ class Tiering:
         return out
 
     def saving(self, blocks: Sequence[BlockId]) -> list[Leaving]:
-        """Those of *blocks* that must be copied for SSD to have them too; they stay in the arena."""
+        """Those of *blocks* that must be copied for SSD to have them too; they stay in the arena.
+
+        None twice: where more is saved than SSD has slots, the same blocks would be written over each other for ever.
+        """
         out = []
         for block in blocks:
             key = self._pool.key(block)
@@ -120,7 +124,7 @@ class Tiering:
                 continue
             if self._slots.holds(key):
                 self._slots.touch(key)
-            else:
+            elif self._saved.get(block) != self._pool.generation(block):
                 out.append(Leaving(block=block, generation=self._pool.generation(block), key=key, then=Then.STAYS))
         return out
 
@@ -134,7 +138,9 @@ class Tiering:
         """The copy is on the file: a block that leaves is freed, unless somebody holds it (or has got it meanwhile)."""
         self._slots.written(write, checksum)
         self._failed_in_a_row = 0
-        if leaving.then is Then.LEAVES and self._pool.generation(leaving.block) == leaving.generation:
+        if leaving.then is Then.STAYS:
+            self._saved[leaving.block] = leaving.generation
+        elif self._pool.generation(leaving.block) == leaving.generation:
             self._pool.evict(leaving.block)
 
     def write_failed(self, write: SlotWrite) -> None:
