@@ -167,7 +167,7 @@ def test_a_placement_starts_both_jobs_with_what_is_left_of_the_deadline() -> Non
 def test_tokens_come_out_in_order_and_the_last_one_ends_it() -> None:
     request = running()
     assert request.handle(first(0, 0, 50, cached=4), 101.0) == [
-        Emit(event=TokenEvent(token=50, cached_tokens=4)),
+        Emit(event=TokenEvent(token=50, cached_tokens=4, queue_s=0.0, prefill_s=0.1)),
     ]
     assert request.stage is RequestStage.DECODING
     assert request.handle(entry(0, 1, 51), 101.0) == [Emit(event=TokenEvent(token=51))]
@@ -214,7 +214,8 @@ def test_one_token_needs_no_decode_job_and_nothing_to_cancel() -> None:
     assert (start.decode, start.prefill.decode) == (None, None)
     assert request.handle(WorkerLost(instance_id=D0.instance_id), 100.0) == [], "nothing runs there"
     done = request.handle(first(0, 0, 50, finish=FinishReason.LENGTH), 101.0)
-    assert done == [Emit(event=TokenEvent(token=50, finish=FinishReason.LENGTH, cached_tokens=0))]
+    event = TokenEvent(token=50, finish=FinishReason.LENGTH, cached_tokens=0, queue_s=0.0, prefill_s=0.1)
+    assert done == [Emit(event=event)]
 
 
 def test_an_end_on_the_first_token_cancels_the_decode_job_that_waits() -> None:

@@ -36,13 +36,16 @@ class TokenRequest:
 class TokenEvent:
     """One drawn token. The last event of a stream has ``finish`` set; a drawn stop token is reported too, in ``token``.
 
-    ``cached_tokens`` is set on the first event: prompt tokens found in the pool.
+    Set on the first event: ``cached_tokens``, the prompt tokens found in the pool; and, as the worker says, how long
+    the prompt waited for its turn and took to compute.
     """
 
     token: int
     logprob: TokenLogprob | None = None
     finish: FinishReason | None = None
     cached_tokens: int | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

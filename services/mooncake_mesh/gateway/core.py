@@ -29,7 +29,7 @@ from mooncake_mesh.errors import (
     Rejected,
     TooLate,
 )
-from mooncake_mesh.gateway.api import TokenEvent, TokenRequest
+from mooncake_mesh.gateway.api import TokenRequest
 from mooncake_mesh.gateway.job_errors import JobError, refusal_of
 from mooncake_mesh.gateway.jobs import start_jobs
 from mooncake_mesh.gateway.request_events import (
@@ -49,6 +49,8 @@ from mooncake_mesh.gateway.request_events import (
     RequestEvent,
     Started,
     WorkerLost,
+    first_event,
+    token_event,
 )
 from mooncake_mesh.gateway.request_stages import LIVE, MOVES, RUNNING, RequestStage
 from mooncake_mesh.kv.block_hash import chain, join_keys, token_bytes
@@ -267,9 +269,8 @@ class RequestCore:
 
     def _emit(self, entry: FirstToken | TokenEntry) -> list[RequestCommand]:
         is_first = isinstance(entry, FirstToken)
-        cached = entry.cached_tokens if isinstance(entry, FirstToken) and not self._drawn else None
         self._has_decoded = self._has_decoded or not is_first
-        event = TokenEvent(token=entry.token, logprob=entry.logprob, finish=entry.finish, cached_tokens=cached)
+        event = first_event(entry) if isinstance(entry, FirstToken) and not self._drawn else token_event(entry)
         self._drawn.append(entry.token)
         self._pauses = 0
         if entry.finish is None:

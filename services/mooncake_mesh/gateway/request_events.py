@@ -4,7 +4,7 @@ Events are past tense, commands imperative. Messages from workers (FirstToken, D
 are events as they are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mooncake_mesh.errors import MooncakeError
 from mooncake_mesh.gateway.api import TokenEvent
@@ -140,3 +140,18 @@ class Fail:
 
 
 RequestCommand = AskPlacement | StartJobs | CancelAt | AskAfterJob | Emit | Fail
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def token_event(entry: FirstToken | TokenEntry) -> TokenEvent:
+    """What the doors are told of a drawn token."""
+    return TokenEvent(token=entry.token, logprob=entry.logprob, finish=entry.finish)
+
+
+def first_event(first: FirstToken) -> TokenEvent:
+    """What they are told of a request's first one: how its prompt fared, too."""
+    return replace(
+        token_event(first), cached_tokens=first.cached_tokens, queue_s=first.queue_s, prefill_s=first.prefill_s
+    )
