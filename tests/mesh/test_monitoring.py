@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import urllib.request
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,6 +53,37 @@ def test_the_dashboard_shows_what_a_mesh_tells(fake_mesh: Mesh) -> None:
         for label in (one or several).split(",")
     }
     assert grouped - labels <= {"reason", "class", "quantile"}  # of what the conductor hears of later, or never here
+
+
+def test_a_scheduler_made_for_vllm_finds_what_it_asks_for(fake_mesh: Mesh) -> None:
+    question = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "ignore_eos": True}
+    before = _vllm(fake_mesh)
+    with urllib.request.urlopen(f"{fake_mesh.http}/v1/completions", json.dumps(question).encode(), timeout=20):
+        pass
+    after = _vllm(fake_mesh)
+    grown = {name: after[name] - before[name] for name in before if after[name] != before[name]}
+    for name in ("queue", "prefill", "decode"):
+        assert grown[f"vllm:request_{name}_time_seconds_count"] == 1
+    assert grown["vllm:generation_tokens_total"] == 3
+    assert grown["vllm:prompt_tokens_total"] == grown["vllm:prefix_cache_queries_total"] > 3
+    assert grown["vllm:request_success_total"] == 1
+    assert (after["vllm:num_requests_running"], after["vllm:num_requests_waiting"]) == (0, 0)
+    assert 0 <= after["vllm:kv_cache_usage_perc"] <= 1
+    assert after["vllm:cache_config_info"] == 1
+    assert "vllm:num_preemptions_total" in after
+
+
+def _vllm(mesh: Mesh) -> dict[str, float]:
+    """Sums over the series of each of vLLM's names."""
+    with urllib.request.urlopen(f"{mesh.http}/metrics", timeout=20) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    sums: dict[str, float] = defaultdict(float)
+    for family in families:
+        for sample in family.samples:
+            if sample.name.startswith("vllm:"):
+                assert sample.labels["model_name"] == MODEL
+                sums[sample.name] += sample.value
+    return sums
 
 
 def test_the_members_are_told(fake_mesh: Mesh) -> None:

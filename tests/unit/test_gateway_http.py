@@ -105,7 +105,7 @@ def test_version_and_metrics() -> None:
     assert get(gateway, "/version").json()["version"]
     text = get(gateway, "/metrics").body.decode()
     names = {line.split(" ")[2] for line in text.splitlines() if line.startswith("# TYPE")}
-    assert all(name.startswith("mooncake_") for name in names)
+    assert all(name.startswith(("mooncake_", "vllm:")) for name in names)
     assert 'mooncake_requests_total{endpoint="completion",outcome="ok"} 1.0' in text
     assert "mooncake_requests_running 0.0" in text
     assert "mooncake_prompt_tokens_total 6.0" in text

@@ -55,6 +55,8 @@ class Completions:
     ) -> None:
         self._mesh = mesh
         self._metrics = metrics
+        for name in tokenizers:
+            metrics.vllm.serve(name)
         self._limits = limits
         self.rates = rates or TenantRates(no_limits)
         self.preparation = Preparation(mesh, tokenizers)

@@ -25,6 +25,7 @@ from mooncake_mesh.gateway.preparation import Prepared
 from mooncake_mesh.gateway.text import Piece, TextDelta, TextStream
 from mooncake_mesh.gateway.tool_reader import Content, Part, ToolCallReader
 from mooncake_mesh.gateway.tools import ToolChoice
+from mooncake_mesh.gateway.vllm_metrics import ChoiceMetrics
 from mooncake_proto.ids import RequestId
 from mooncake_proto.serving import FinishReason, Sampling
 
@@ -120,6 +121,15 @@ class Generation:
 
     async def _run_choice(self, choice: Choice, prompt: int, k: int, first_token: asyncio.Event | None) -> None:
         """Run one choice to its end. A prompt's first choice sets *first_token* and tells what was cached."""
+        told = self._metrics.vllm.choice(
+            self._options.model, prompt_tokens=len(choice.prompt), arrived_s=self._started_at
+        )
+        with told:
+            await self._draw(choice, prompt, k, first_token, told)
+
+    async def _draw(
+        self, choice: Choice, prompt: int, k: int, first_token: asyncio.Event | None, told: ChoiceMetrics
+    ) -> None:
         if self._prepared.tool_choice is not ToolChoice.NONE:
             self._readers[choice.index] = ToolCallReader()
         stream = TextStream(self._prepared.tokenizer, self._options.text)
@@ -127,6 +137,7 @@ class Generation:
         async with aclosing(self._mesh.generate(self._token_request(choice, prompt, k))) as events:
             async for event in events:
                 now = time.monotonic()
+                told.token(event, now)
                 if previous_at is not None:
                     self._metrics.observe_tbt_s(now - previous_at)
                 else:
@@ -140,6 +151,7 @@ class Generation:
                 await self._take(choice, stream, event, self._prepared.stopping[prompt].stop_token_ids)
                 if choice.finish_reason is not None and event.finish is None:
                     self._mesh.satisfied(self._choice_id(choice))
+                    told.satisfied()
                     break  # a stop string: closing the generator cancels the rest
         if choice.finish_reason is None:
             raise Aborted("the answer broke off")

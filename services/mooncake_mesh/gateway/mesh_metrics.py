@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from mooncake_mesh.gateway.member_metrics import member_metrics
 from mooncake_mesh.gateway.metrics import PREFIX
+from mooncake_mesh.gateway.vllm_mesh_metrics import vllm_mesh_metrics
 from mooncake_proto.control import ClassReport, Latency, StatusReport
 
 _QUANTILES: Final = ("0.5", "0.9", "0.99")
@@ -42,6 +43,7 @@ class _Report(Collector):
         yield from (factor, error)
         yield from _classes(report.classes)
         yield from member_metrics(report.cluster.members)
+        yield from vllm_mesh_metrics(report.cluster.members)
 
 
 def _classes(classes: tuple[ClassReport, ...]) -> Iterator[Metric]:

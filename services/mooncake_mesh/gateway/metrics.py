@@ -1,4 +1,7 @@
-"""Prometheus metrics of the doors. Every name of this project begins with ``mooncake_``; times are in seconds."""
+"""Prometheus metrics of the doors. Every name of this project begins with ``mooncake_``; times are in seconds.
+
+Some are told by vLLM's names too: see gateway/vllm_metrics.py.
+"""
 
 import enum
 from collections.abc import Iterator
@@ -7,10 +10,10 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from mooncake_mesh.gateway.buckets import REQUEST_S, TBT_S, TTFT_S
+from mooncake_mesh.gateway.vllm_metrics import VllmMetrics
+
 PREFIX: Final = "mooncake"
-_TTFT_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_TBT_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-_REQUEST_S: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Outcome(enum.Enum):
@@ -25,22 +28,23 @@ class Outcome(enum.Enum):
 
 
 class DoorMetrics:
-    """What clients of this gateway experience. One instance per registry."""
+    """What clients of this gateway experience; ``vllm`` tells it in vLLM's words. One instance per registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.vllm = VllmMetrics(registry)
         self._requests = Counter(
             f"{PREFIX}_requests", "Requests by endpoint and outcome", ["endpoint", "outcome"], registry=registry
         )
         self._running = Gauge(f"{PREFIX}_requests_running", "Requests in flight", registry=registry)
         self._ttft = Histogram(
-            f"{PREFIX}_time_to_first_token_seconds", "From the request's arrival", buckets=_TTFT_S, registry=registry
+            f"{PREFIX}_time_to_first_token_seconds", "From the request's arrival", buckets=TTFT_S, registry=registry
         )
         self._tbt = Histogram(
-            f"{PREFIX}_time_between_tokens_seconds", "Between two tokens of a choice", buckets=_TBT_S, registry=registry
+            f"{PREFIX}_time_between_tokens_seconds", "Between two tokens of a choice", buckets=TBT_S, registry=registry
         )
         self._e2e = Histogram(
-            f"{PREFIX}_request_duration_seconds", "From arrival to the last byte", buckets=_REQUEST_S, registry=registry
+            f"{PREFIX}_request_duration_seconds", "From arrival to the last byte", buckets=REQUEST_S, registry=registry
         )
         self._prompt = Counter(f"{PREFIX}_prompt_tokens", "Prompt tokens, each prompt once", registry=registry)
         self._cached = Counter(f"{PREFIX}_cached_tokens", "Prompt tokens found in the pool", registry=registry)
