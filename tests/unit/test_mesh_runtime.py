@@ -3,12 +3,15 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import uvloop
 import zmq
 
+from mooncake_mesh.errors import MeshError
 from mooncake_mesh.mesh import runtime
+from mooncake_mesh.mesh.rpc import RpcClient, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 
 
@@ -45,6 +48,23 @@ def test_an_error_passes_through() -> None:
 
     with pytest.raises(ValueError, match="told to"):
         runtime.main(service)
+
+
+def test_an_error_passes_through_also_where_sockets_are_open(tmp_path: Path) -> None:
+    """libuv would end the process if it looked at their descriptors once the context has closed them."""
+
+    async def service(_: Lifecycle) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            server = RpcServer(f"ipc://{tmp_path}/here", {}, tasks)
+            opened.extend([RpcClient(server.endpoint), RpcClient(f"ipc://{tmp_path}/nobody")])
+            await asyncio.sleep(0)
+            raise MeshError("there is no port left")
+
+    opened: list[RpcClient] = []
+    with pytest.raises(ExceptionGroup) as failure:
+        runtime.main(service)
+    assert failure.group_contains(MeshError, match="no port left")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_services_run_on_uvloop() -> None:

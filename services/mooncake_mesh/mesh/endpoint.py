@@ -26,6 +26,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from typing import Final
+from weakref import WeakSet
 
 import structlog
 import zmq
@@ -86,6 +87,7 @@ class Channel:
         self._pump_scheduled = False
         self._closed = False
         self._send_changed = asyncio.Event()
+        _OPEN.add(self)
         self._fd = socket.FD
         self._loop.add_reader(self._fd, self._pump)
         self._look_again()
@@ -127,6 +129,7 @@ class Channel:
         """Close the socket; whoever waits in :meth:`send` fails at once."""
         if not self._closed:
             self._closed = True
+            _OPEN.discard(self)
             self._send_changed.set()
             if self._watch is not None:
                 self._watch.close()
@@ -176,6 +179,18 @@ class Channel:
         except BaseException:
             self._look_again()  # the edge is used up: nothing else would wake the reader for what is left
             raise
+
+
+_OPEN: Final = WeakSet[Channel]()
+
+
+def close_all() -> None:
+    """Close every channel of this process, for whoever ends without having closed its own.
+
+    The event loop may not look at a socket that the context has closed: libuv ends the process, without a word of why.
+    """
+    for channel in sorted(_OPEN, key=lambda channel: channel._watch is None):  # a monitor after what it watches
+        channel.close()
 
 
 def _send(socket: "zmq.Socket[bytes]", frames: Sequence[bytes]) -> None:

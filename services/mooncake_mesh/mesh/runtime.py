@@ -9,6 +9,7 @@ import structlog
 import uvloop
 import zmq
 
+from mooncake_mesh.mesh import endpoint
 from mooncake_mesh.mesh.curve import MeshKeys, using
 from mooncake_mesh.mesh.gatekeeper import Gatekeeper
 from mooncake_mesh.mesh.service_manager import Progress, ServiceManager, service_manager
@@ -60,6 +61,9 @@ async def _supervised(run: Callable[[Lifecycle], Awaitable[None]], keys: MeshKey
     gatekeeper = None if keys is None else Gatekeeper(keys)
     try:
         await run(lifecycle)
+    except BaseException:
+        endpoint.close_all()
+        raise
     finally:
         manager.close()
         if gatekeeper is not None:
