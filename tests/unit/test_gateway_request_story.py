@@ -10,7 +10,7 @@ from mooncake_mesh.gateway.api import TokenRequest
 from mooncake_mesh.gateway.request_events import CallerLeft, JobsAccepted, NotPlaced, Placed, Started, WorkerLost
 from mooncake_mesh.gateway.request_story import RequestStory, Stories
 from mooncake_proto.ids import InstanceId, RequestId
-from mooncake_proto.serving import FinishReason, Sampling, Stopping
+from mooncake_proto.serving import DecodeGranted, FinishReason, Sampling, Stopping
 from tests.unit.test_gateway_core_races import D0, P0, entry, first, job, placement
 
 
@@ -56,11 +56,13 @@ def test_a_story_tells_every_step_with_its_time_and_place() -> None:
         ("jobs accepted", 0.6, 0.0, both),
         ("queued", 0.9, 0.0, P0.instance_id),
         ("prefill", 1.0, 0.1, P0.instance_id),
+        ("kv transfer", 1.25, 0.25, both),
         ("worker lost", 2.0, 0.0, D0.instance_id),
         ("not placed", 2.5, 0.5, ""),
         ("placed", 3.0, 0.5, both),
         ("queued", 3.9, 0.0, P0.instance_id),
         ("prefill", 4.0, 0.1, P0.instance_id),
+        ("kv transfer", 4.5, 0.5, both),
         ("decode", 6.5, 2.5, D0.instance_id),
         ("finished", 6.5, 0.0, ""),
     ]
@@ -80,6 +82,33 @@ def test_a_reader_who_leaves_ends_the_story() -> None:
     story.note(CallerLeft(), 0.4)
     assert [step.what for step in story.trace().steps][-2:] == ["decode", "ended"]
     assert story.trace().is_over
+
+
+def transfers(story: RequestStory) -> list[tuple[float, str]]:
+    return [(step.took_s, step.detail) for step in story.trace().steps if step.what == "kv transfer"]
+
+
+def test_a_decode_worker_that_grants_a_job_tells_when_its_kv_was_there() -> None:
+    story = RequestStory(request("a-0"), 0.0, 0.0)
+    story.note(Placed(placement=placement(0)), 0.0)
+    story.note(first(0, 0, 7), 1.0)
+    story.note(DecodeGranted(job_id=job(0)), 1.25)
+    story.note(entry(0, 1, 8), 3.0)
+    assert transfers(story) == [(0.25, "what was left after the first token, all of it is there")]
+
+
+def test_there_is_no_transfer_within_one_instance_nor_for_one_token_nor_before_the_first() -> None:
+    inside, alone, overtaken = (RequestStory(request("a-0"), 0.0, 0.0) for _ in range(3))
+    inside.note(Placed(placement=placement(0, D0, D0)), 0.0)
+    inside.note(first(0, 0, 7), 1.0)
+    inside.note(entry(0, 1, 8), 1.25)
+    alone.note(Placed(placement=placement(0)), 0.0)
+    alone.note(first(0, 0, 7, finish=FinishReason.LENGTH), 1.0)
+    overtaken.note(Placed(placement=placement(0)), 0.0)
+    overtaken.note(entry(0, 1, 8), 0.9)
+    overtaken.note(first(0, 0, 7), 1.0)
+    overtaken.note(entry(0, 2, 9), 1.25)
+    assert (transfers(inside), transfers(alone), transfers(overtaken)) == ([], [], [])
 
 
 def test_many_losses_do_not_make_a_story_endless() -> None:
@@ -107,7 +136,7 @@ def test_the_command_draws_steps_where_they_lie() -> None:
     trace.show(told().trace(), Console(file=out, width=160))
     head, *lines = out.getvalue().splitlines()
     assert "3 prompt tokens, 5 drawn" in head
-    assert len(lines) == 12
+    assert len(lines) == 14
     decode = next(line for line in lines if " decode " in line)
     assert "2,500.0 ms" in decode
     assert decode.count("█") == round(40 * 6.5 / 6.5) - round(40 * 4.0 / 6.5)

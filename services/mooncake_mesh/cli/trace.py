@@ -21,7 +21,7 @@ from mooncake_mesh.errors import MooncakeError
 
 _BAR_WIDTH: Final = 40
 _PLAIN_WIDTH: Final = 160
-_STYLES: Final = {"queued": "yellow", "prefill": "cyan", "decode": "green"}
+_STYLES: Final = {"queued": "yellow", "prefill": "cyan", "kv transfer": "magenta", "decode": "green"}
 _TROUBLES: Final = ("not placed", "job failed", "worker lost", "deadline passed")
 
 

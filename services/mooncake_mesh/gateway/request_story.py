@@ -44,6 +44,7 @@ class RequestStory:
         self._token_s = started_s
         self._slowest_s = 0.0
         self._tokens = 0
+        self._handing_s: float | None = None
 
     def trace(self) -> RequestTrace:
         return RequestTrace(
@@ -72,6 +73,7 @@ class RequestStory:
             case FirstToken():
                 self._first_token(event, now_s)
             case DecodeGranted():
+                self._handed_over(now_s, "all of it is there")
                 self._step(now_s, "decoding granted", where=self._decode())
             case JobFailed(instance_id=instance_id, code=code, message=message):
                 self._step(now_s, "job failed", where=instance_id, detail=f"{code}: {message}")
@@ -85,7 +87,7 @@ class RequestStory:
                 self._step(now_s, "deadline passed")
 
     def _placed(self, placement: Placement, now_s: float) -> None:
-        self._placement = placement
+        self._placement, self._handing_s = placement, None
         cached = f"{placement.local_prefix_blocks} blocks cached there"
         if placement.fetch_from:
             cached = f"{placement.fetch_prefix_blocks} blocks to be copied"
@@ -101,8 +103,12 @@ class RequestStory:
         self._token_s, self._decoding_s, self._slowest_s = now_s, None, 0.0
         if first.finish is not None:
             self._step(now_s, "finished", detail=first.finish.value)
+        elif self._is_apart():
+            self._handing_s = now_s
 
     def _token(self, entry: TokenEntry, now_s: float) -> None:
+        if entry.position == self._tokens:  # else it came before the first token
+            self._handed_over(now_s, "and the first step of decoding")
         if self._decoding_s is None:
             self._decoding_s = self._token_s
         self._slowest_s = max(self._slowest_s, now_s - self._token_s)
@@ -125,6 +131,13 @@ class RequestStory:
             self._step(now_s, "decode", took_s=now_s - self._decoding_s, where=self._decode(), detail=detail)
             self._decoding_s = None
 
+    def _handed_over(self, now_s: float, until: str) -> None:
+        """The KV is with the decode worker. Most of it went while the prompt was computed: this is what was left."""
+        if self._handing_s is not None:
+            detail = f"what was left after the first token, {until}"
+            self._step(now_s, "kv transfer", took_s=now_s - self._handing_s, where=self._workers(), detail=detail)
+            self._handing_s = None
+
     def _step(self, now_s: float, what: str, *, took_s: float = 0.0, where: str = "", detail: str = "") -> None:
         if len(self._steps) < _MAX_STEPS:
             at_s = now_s - self._started_s
@@ -135,6 +148,12 @@ class RequestStory:
             return ""
         prefill, decode = self._placement.prefill.instance_id, self._placement.decode.instance_id
         return decode if prefill == decode else f"{prefill}, {decode}"
+
+    def _is_apart(self) -> bool:
+        """Whether the KV has to go from one instance to another."""
+        return self._placement is not None and (
+            self._placement.prefill.instance_id != self._placement.decode.instance_id
+        )
 
     def _decode(self) -> str:
         return "" if self._placement is None else self._placement.decode.instance_id
