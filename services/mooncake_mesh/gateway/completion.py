@@ -22,6 +22,7 @@ from mooncake_mesh.gateway.preparation import Preparation, Prepared
 from mooncake_mesh.gateway.rate_limits import TenantRates, no_limits
 from mooncake_mesh.gateway.standing import NO_STANDING, Standing
 from mooncake_mesh.gateway.tokenizer import Tokenizer
+from mooncake_mesh.gateway.tracing import NO_HEADERS, NoTracing, Tracing
 from mooncake_proto.client import Operation
 from mooncake_proto.ids import RequestId
 
@@ -52,8 +53,10 @@ class Completions:
         metrics: DoorMetrics,
         limits: CompletionLimits,
         rates: TenantRates | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._mesh = mesh
+        self._tracing = tracing or NoTracing()
         self._metrics = metrics
         for name in tokenizers:
             metrics.vllm.serve(name)
@@ -97,16 +100,19 @@ class Completions:
         tenant: str,
         standing: Standing = NO_STANDING,
         found: Callable[[int], None] = lambda _: None,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> None:
         """Answer one request of *tenant*, the JSON object in *body*, through *door*; *standing* wins over the body.
 
-        *found* hears how many prompt tokens were found in the pool, before the door hears anything.
+        *found* hears how many prompt tokens were found in the pool, before the door hears anything. Of *headers* only
+        ``traceparent`` and ``tracestate`` are read.
 
         *request_id* is the server's own and unique. Raises a MooncakeError when the request fails, before or after its
         first chunk. Cancelling this coroutine cancels the request everywhere.
         """
         started_at = time.monotonic()
-        with self._accounted(operation, started_at):
+        traced = self._tracing.request(operation, request_id, headers)
+        with self._accounted(operation, started_at), traced as span:
             self.rates.take_request(tenant, started_at)
             prepared = await self._prepare(operation, body, request_id)
             prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
@@ -130,6 +136,7 @@ class Completions:
                 raise
             finally:
                 usage = generation.usage()
+                span.answered(prepared.options.model, usage, generation.finish_reasons())
                 self.rates.charge_tokens(tenant, usage.completion_tokens, time.monotonic())
                 self._metrics.tokens(
                     prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=usage.completion_tokens

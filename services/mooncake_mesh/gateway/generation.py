@@ -101,6 +101,10 @@ class Generation:
             cached_tokens=self._cached_tokens,
         )
 
+    def finish_reasons(self) -> tuple[str, ...]:
+        """Of the choices that have finished."""
+        return tuple(choice.finish_reason for choice in self.choices if choice.finish_reason is not None)
+
     async def finish(self) -> None:
         """Send the usage chunk where it was asked for, and the whole answer."""
         stream, shape, usage = self._options.stream, self._prepared.shape, self.usage()

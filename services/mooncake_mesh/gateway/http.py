@@ -200,6 +200,7 @@ class _Answering:
                 request_id=request_id,
                 tenant=tenant,
                 standing=standing,
+                headers=headers,
                 found=lambda cached_tokens: answer.add_headers(chat.headers(cached_tokens, time.time())),
             )
         except MooncakeError as error:

@@ -7,7 +7,7 @@ another incarnation.
 
 import asyncio
 import enum
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from time import monotonic, time
 from typing import Final, TypeVar
@@ -108,11 +108,13 @@ class MeshClient:
         *,
         max_replacements: int,
         sharing: CacheSharing = CacheSharing.WITHIN_TENANT,
+        on_end: Callable[[RequestStory], None] = lambda _: None,
     ) -> None:
         self._conductor = conductor
         self._tasks = tasks
         self._max_replacements = max_replacements
         self._sharing = sharing
+        self._on_end = on_end
         self._workers = Phonebook(on_lost=self._endpoint_lost)
         self._calls = WorkerCalls(self._workers)
         self._running: dict[JobId, _Running] = {}
@@ -235,6 +237,7 @@ class MeshClient:
         self.ledger.note(running.account.outcome(core.computed_tokens, core.placement))
         self._feed(running, CallerLeft())
         self._running.pop(running.core.job_id, None)
+        self._on_end(running.story)
 
     def _feed(self, running: _Running, event: RequestEvent) -> None:
         before, now_s = running.core.job_id, monotonic()

@@ -39,6 +39,7 @@ from mooncake_mesh.gateway.mesh import CacheSharing, MeshClient
 from mooncake_mesh.gateway.metrics import DoorMetrics
 from mooncake_mesh.gateway.sdk_door import SdkDoor
 from mooncake_mesh.gateway.tokenizer import ByteTokenizer, Tokenizer
+from mooncake_mesh.gateway.tracing import load_tracing
 from mooncake_mesh.mesh.curve import Audience
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.rpc import Caller, RpcClient, RpcServer
@@ -69,16 +70,23 @@ class GatewayService:
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serve until *lifecycle* says stop, then let running requests finish for a while."""
         config = self._config
+        tracing = load_tracing(config.instance_id)
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
         conductor = RpcClient(config.conductor)
         doorkeeper = Doorkeeper(None if config.keys is None else config.keys / api_keys.FILE_NAME)
         sharing = CacheSharing.ACROSS_TENANTS if config.share_cache_across_tenants else CacheSharing.WITHIN_TENANT
-        mesh = MeshClient(conductor, self._tasks, max_replacements=config.max_replacements, sharing=sharing)
+        mesh = MeshClient(
+            conductor,
+            self._tasks,
+            max_replacements=config.max_replacements,
+            sharing=sharing,
+            on_end=tracing.choice_ended,
+        )
         metrics = DoorMetrics(CollectorRegistry())
         limits = CompletionLimits(
             deadline_s=config.request_deadline_s, max_concurrent_requests=config.max_concurrent_requests
         )
-        completions = Completions(mesh, {served_name(config): tokenizer}, metrics, limits, doorkeeper.rates)
+        completions = Completions(mesh, {served_name(config): tokenizer}, metrics, limits, doorkeeper.rates, tracing)
         kept = self._keep_caches(mesh, completions)
         streams = RpcServer(config.stream_bind, {Ping: self._ping, **mesh.stream_handlers()}, self._tasks)
         mesh.stream_endpoint = streams.endpoint
@@ -114,6 +122,7 @@ class GatewayService:
         mesh.close()
         conductor.close()
         completions.close()
+        await asyncio.to_thread(tracing.close)
 
     def _keep_caches(self, mesh: MeshClient, completions: Completions) -> "_NoCaches | _KeptCaches":
         config = self._config
