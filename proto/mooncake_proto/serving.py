@@ -295,7 +295,11 @@ class DecodeJob:
 @message("serving.first_token")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
-    """``position`` counts the tokens drawn before this one; ``cached_tokens`` had their KV in the pool already."""
+    """``position`` counts the tokens drawn before this one; ``cached_tokens`` had their KV in the pool already.
+
+    Of ``queue_s`` the first ``acquired_s`` had passed when the messenger had room for the prompt and, in it, all KV of
+    its prefix that it could get; that took ``acquire_s``. Both are 0 where nobody looked.
+    """
 
     job_id: JobId
     position: Natural
@@ -303,6 +307,8 @@ class FirstToken:
     cached_tokens: Natural
     prefill_s: float
     queue_s: float
+    acquire_s: float = 0.0
+    acquired_s: float = 0.0
     logprob: TokenLogprob | None = None
     finish: FinishReason | None = None
 

@@ -85,7 +85,7 @@ def test_a_collector_gets_the_whole_trace_of_a_request_before_its_gateway_is_gon
         assert mesh.exit_code("gateway0") == 0
     assert collector.services == {"mooncake-gateway"}
     spans = {span.name: span for span in collector.spans}
-    assert spans.keys() == {"chat", "choice", "placing", "queued", "prefill", "kv transfer", "decode"}
+    assert spans.keys() == {"chat", "choice", "placing", "acquiring", "queued", "prefill", "kv transfer", "decode"}
     assert {span.trace_id.hex() for span in collector.spans} == {TRACE}
     chat, choice = spans["chat"], spans["choice"]
     assert chat.parent_span_id.hex() == PARENT

@@ -1,6 +1,7 @@
 """What became of a request, told from the events of its life; and how the command shows it."""
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -82,6 +83,26 @@ def test_a_reader_who_leaves_ends_the_story() -> None:
     story.note(CallerLeft(), 0.4)
     assert [step.what for step in story.trace().steps][-2:] == ["decode", "ended"]
     assert story.trace().is_over
+
+
+def test_what_came_before_computing_lies_where_the_prefill_instance_says() -> None:
+    """Its blocks were there 0.75 s before it was the prompt's turn."""
+    story = RequestStory(request("a-0"), 0.0, 0.0)
+    placed = placement(0)
+    for number, fetch_from in enumerate(("", "ipc://m-p1")):
+        story.note(Placed(placement=replace(placed, fetch_from=fetch_from)), 10.0 * number)
+        told = replace(first(0, 0, 7), prefill_s=1.0, queue_s=2.0, acquire_s=0.5, acquired_s=1.25)
+        story.note(told, 10.0 * number + 5.0)
+    steps = [(step.what, step.at_s, step.took_s, step.detail) for step in story.trace().steps if step.what != "placed"]
+    cached = "0 tokens were cached"
+    assert steps == [
+        ("acquiring", 3.25, 0.5, "room, and the prefix that is there"),
+        ("queued", 4.0, 2.0, ""),
+        ("prefill", 5.0, 1.0, cached),
+        ("acquiring", 13.25, 0.5, "room, and a prefix from another node"),
+        ("queued", 14.0, 2.0, ""),
+        ("prefill", 15.0, 1.0, cached),
+    ]
 
 
 def transfers(story: RequestStory) -> list[tuple[float, str]]:

@@ -96,7 +96,11 @@ class RequestStory:
 
     def _first_token(self, first: FirstToken, now_s: float) -> None:
         where = "" if self._placement is None else self._placement.prefill.instance_id
-        self._step(now_s - first.prefill_s, "queued", took_s=first.queue_s, where=where)
+        begun_s = now_s - first.prefill_s
+        if first.acquire_s > 0:
+            acquired_s = begun_s - first.queue_s + first.acquired_s
+            self._step(acquired_s, "acquiring", took_s=first.acquire_s, where=where, detail=self._prefix())
+        self._step(begun_s, "queued", took_s=first.queue_s, where=where)
         detail = f"{first.cached_tokens} tokens were cached"
         self._step(now_s, "prefill", took_s=first.prefill_s, where=where, detail=detail)
         self._tokens = first.position + 1
@@ -148,6 +152,10 @@ class RequestStory:
             return ""
         prefill, decode = self._placement.prefill.instance_id, self._placement.decode.instance_id
         return decode if prefill == decode else f"{prefill}, {decode}"
+
+    def _prefix(self) -> str:
+        copied = self._placement is not None and self._placement.fetch_from
+        return "room, and a prefix from another node" if copied else "room, and the prefix that is there"
 
     def _is_apart(self) -> bool:
         """Whether the KV has to go from one instance to another."""

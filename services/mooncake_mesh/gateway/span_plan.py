@@ -4,7 +4,8 @@
 
     choice                      from its arrival at the gateway to its end
     ├─ placing                  the question to the conductor; again for each new attempt
-    ├─ queued                   at the prefill instance, which fetches a prefix from other nodes meanwhile
+    ├─ acquiring                blocks for the prompt from the messenger, which fetches its prefix from other nodes
+    ├─ queued                   at the prefill instance, acquiring included
     ├─ prefill                  computing the rest of the prompt
     ├─ kv transfer              what was left of it after the first token
     └─ decode                   from the first token to the last one, the transfer included
@@ -22,7 +23,7 @@ from mooncake_proto.client import RequestTrace, TraceStep
 Attributes = Mapping[str, str | int]
 
 _NAMES: Final = MappingProxyType({"placed": "placing", "not placed": "placing"})
-_SPANS: Final = frozenset({"placed", "not placed", "queued", "prefill", "kv transfer", "decode"})
+_SPANS: Final = frozenset({"placed", "not placed", "acquiring", "queued", "prefill", "kv transfer", "decode"})
 _TROUBLES: Final = frozenset({"not placed", "job failed", "worker lost", "deadline passed"})
 _FINISHED: Final = "finished"
 _AFTERWARDS: Final = frozenset({"decode", "ended"})

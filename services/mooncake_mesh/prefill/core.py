@@ -108,8 +108,8 @@ class QueuedJob:
     """One job and where it stands.
 
     ``stop`` says why it should end early; the engine thread reads it between layers. ``cached_tokens`` is what the
-    placement expected until the blocks are acquired. ``filter`` rules its token. ``has_turn``: it is, or was, its turn
-    to be computed. Times as in :meth:`submit`.
+    placement expected until the blocks are acquired, which took ``acquire_s``. ``filter`` rules its token.
+    ``has_turn``: it is, or was, its turn to be computed. Times as in :meth:`submit`.
     """
 
     job: PrefillJob
@@ -119,6 +119,8 @@ class QueuedJob:
     stage: JobStage = JobStage.QUEUED
     blocks: tuple[int, ...] = ()
     cached_tokens: int = 0
+    acquire_s: float = 0.0
+    acquired_s: float = 0.0
     started_s: float = 0.0
     has_turn: bool = False
     filter: TokenFilter | None = None

@@ -216,7 +216,10 @@ class PrefillService:
             tenant=job.tenant,
             read_limit_blocks=job.read_limit_blocks,
         )
+        asked_s = monotonic()
         acquired = await self._station.messenger.call(request, Acquired, timeout_s=self._left_s(entry))
+        entry.acquired_s = monotonic()
+        entry.acquire_s = entry.acquired_s - asked_s
         self._core.acquired(entry, acquired.blocks, acquired.cached_blocks)
         if self._pipeline is None:
             entry.filter = await self._station.grammars.filter(job.sampling.grammar)
@@ -305,6 +308,8 @@ class PrefillService:
             cached_tokens=entry.cached_tokens,
             prefill_s=now_s - entry.started_s,
             queue_s=entry.started_s - entry.queued_s,
+            acquire_s=entry.acquire_s,
+            acquired_s=entry.acquired_s - entry.queued_s,
             logprob=drawn.logprob,
             finish=finish,
         )
