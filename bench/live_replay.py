@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 from time import monotonic, strftime
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
@@ -43,15 +43,25 @@ _FAKE: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Others:
+    """Shares of all processors that other processes took, at normal and at low priority."""
+
+    normal: float
+    low: float
+
+    def __str__(self) -> str:
+        return f"{self.normal:.0%} (and {self.low:.0%} at low priority)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRun:
-    """``others_before`` and ``others`` are the shares of the processors that other processes took while the mesh was
-    measured and while it served."""
+    """``others_before``: while the mesh was measured; ``others``: while another one served."""
 
     requests: list[LoadRequest]
     results: tuple[RequestResult, ...]
     measured: Measured
-    others_before: float
-    others: float
+    others_before: Others
+    others: Others
 
 
 def main() -> int:
@@ -152,18 +162,20 @@ async def _send(mesh: LocalMesh, requests: Sequence[LoadRequest]) -> LoadRun:
 
 
 @contextmanager
-def others() -> Iterator[list[float]]:
-    """A list that gets the share of all processors that was taken by processes that are not ours during the block."""
-    share: list[float] = []
-    busy_s, own_s, began_s = _busy_s(), _own_s(), monotonic()
-    yield share
+def others() -> Iterator[list[Others]]:
+    """A list that gets what other processes took during the block. Ours all run at normal priority."""
+    shares: list[Others] = []
+    before, own_s, began_s = psutil.cpu_times(), _own_s(), monotonic()
+    yield shares
     spent_s = (monotonic() - began_s) * psutil.cpu_count()
-    share.append(max(0.0, (_busy_s() - busy_s) - (_own_s() - own_s)) / spent_s)
+    now = psutil.cpu_times()
+    taken_s = _busy_s(now) - _busy_s(before) - (_own_s() - own_s)
+    shares.append(Others(normal=max(0.0, taken_s) / spent_s, low=(now.nice - before.nice) / spent_s))
 
 
-def _busy_s() -> float:
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+def _busy_s(times: Any) -> float:
+    """At normal priority, by what psutil counts of all processors."""
+    return float(times.user + times.system + times.irq + times.softirq)
 
 
 def _own_s() -> float:
@@ -193,8 +205,10 @@ def _notes(live: LiveRun, objectives: LoadObjectives, args: argparse.Namespace) 
         f"of 8; {asked.hit_rate:.1%} of the prompt tokens were seen before; a pool has {measured.pool_blocks} blocks "
         f"of {measured.block_tokens} tokens"
     )
+    if args.scale is None and asked.highest > args.load:
+        yield f"that is more than --load {args.load:g} at the smallest scale: --every K takes fewer requests"
     yield f"objectives: TTFT {args.ttft:g} s, TBT {args.tbt:g} s (mean of a request's longest 10 % of intervals)"
-    yield f"others took {live.others_before:.0%} of the processors while profiling, {live.others:.0%} during the replay"
+    yield f"others took {live.others_before} of the processors while profiling, {live.others} during the replay"
     lag_s = max(sent.sent_s - due.arrival_s for due, sent in zip(requests, live.results, strict=True))
     yield f"the client sent each request within {1e3 * lag_s:.0f} ms of when it was due"
     for reason, n in summarise(live.results, objectives).reasons.items():
