@@ -47,6 +47,7 @@ ABSURD: Final[tuple[Any, ...]] = (
     ),
     *([], {}, [[]], [None], {"": None}, [1, "2", 3.5], ["x"] * 1000),
 )
+_LONGEST_ID: Final = 1 << 16
 _OF_MEMBERS_ONLY: Final = frozenset(
     {"control.register", "control.goodbye", "control.stop", "control.drain", "control.switch_role"}
 )
@@ -79,7 +80,7 @@ class Names:
 
 
 class FrameMutator:
-    """Messages without end; ``jobs`` are the ids of jobs that these named."""
+    """Messages without end; ``jobs`` are the ids of jobs that these named, as far as a message can name them."""
 
     def __init__(self, rng: random.Random, names: Names) -> None:
         self._rng = rng
@@ -203,7 +204,7 @@ class FrameMutator:
     def _note_jobs(self, body: Any) -> None:
         for container, key in places(body):
             job_id = container[key]
-            if key == "job_id" and isinstance(job_id, str) and job_id.isprintable():
+            if key == "job_id" and isinstance(job_id, str) and job_id.isprintable() and len(job_id) < _LONGEST_ID:
                 self.jobs.add(job_id)
 
 
