@@ -74,6 +74,22 @@ BAD_REQUESTS: tuple[BadRequest, ...] = (
     _raw("raw newline in a string", b'{"model": "{model}", "prompt": "a\nb"}'),
     _raw("nul bytes", b"\x00" * 64),
     _raw("lone surrogate", b'{"model": "{model}", "prompt": "\\ud800"}', "invalid_request", "prompt"),
+    _chat(
+        "lone surrogate in a tool",
+        '"tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "\\ud83d"}}}]',
+        "tools[0].function.parameters.type",
+    ),
+    _chat(
+        "lone surrogate in a key of a tool",
+        '"tools": [{"type": "function", "function": {"name": "look", "parameters": {"\\udc00": 1}}}]',
+        "a key of tools[0].function.parameters",
+    ),
+    _chat(
+        "lone surrogate in arguments of a call",
+        '"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [{"id": "c",'
+        ' "type": "function", "function": {"name": "look", "arguments": "{\\"at\\": \\"\\\\ud83d\\"}"}}]}]',
+        "messages[1].tool_calls[0].function.arguments",
+    ),
     # the model
     _raw("no model", b'{"prompt": "hi"}', "invalid_request", "model"),
     _raw("model a number", b'{"model": 7, "prompt": "hi"}', "invalid_request", "model"),

@@ -2,10 +2,14 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from mooncake_mesh.errors import InvalidRequest
+
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
+"""Half of a pair, or a whole one, as JSON writes it."""
 
 
 class InvalidJson(InvalidRequest):
@@ -21,9 +25,13 @@ class UnsupportedParameter(InvalidRequest):
 
 
 def read_json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in *body*. InvalidJson for what JSON forbids (NaN, invalid UTF-8) and for repeated keys."""
+    """The JSON object in *body*. InvalidJson for what JSON forbids (NaN, invalid UTF-8) and for repeated keys;
+    InvalidRequest for a string that is no text, wherever it is."""
     try:
-        value = json.loads(body.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        text = body.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        if _SURROGATE.search(text):
+            _check_characters(value, "")
     except UnicodeDecodeError as error:
         raise InvalidJson(f"the body is not valid UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
@@ -35,6 +43,27 @@ def read_json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidJson(f"the body must be a JSON object, not {_kind(value)}")
     return value
+
+
+def json_value(text: str) -> Any:
+    """The JSON value in *text*. Raises RecursionError, or ValueError also for strings that have no UTF-8 form."""
+    value = json.loads(text)
+    if _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _check_characters(value: object, param: str) -> None:
+    """As checked_string, for all strings in *value*."""
+    if isinstance(value, str):
+        checked_string(value, param, longest=len(value))
+    elif isinstance(value, list):
+        for index, entry in enumerate(value):
+            _check_characters(entry, f"{param}[{index}]")
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            checked_string(name, f"a key of {param}" if param else "a key", longest=len(name))
+            _check_characters(entry, f"{param}.{name}" if param else name)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Final
 
+from mooncake_mesh.gateway.json_fields import json_value
 from mooncake_mesh.gateway.tool_form import CALL_BEGINS, CALL_ENDS
 
 _OPENING: Final = frozenset("{[")
@@ -186,7 +187,7 @@ class _CallText:
         whole = self.text[self._arguments_from : end] if self._arguments_from >= 0 else "{}"
         if not whole.startswith("{"):
             value = json.loads(whole)
-            whole = value if isinstance(value, str) else "{}" if value is None else whole
+            whole = _text(value) if isinstance(value, str) else "{}" if value is None else whole
         fresh, self._taken = whole[self._taken :], len(whole)
         return fresh
 
@@ -239,9 +240,14 @@ class _CallText:
         self.is_broken = self.is_broken or self.name is None
 
 
+def _text(value: str) -> str:
+    """*value* with a mark for each half of a surrogate pair: a model may write one, and it is no character."""
+    return value.encode(errors="replace").decode()
+
+
 def _string(text: str) -> str | None:
     try:
-        value = json.loads(text)
+        value = json_value(text)
     except ValueError:
         return None
     return value if isinstance(value, str) else None

@@ -1,11 +1,16 @@
 """Tools in the body of a chat: ``tools``, ``tool_choice``, ``parallel_tool_calls``, and ``tool_calls`` of messages."""
 
-import json
 import re
 from typing import Any, Final
 
 from mooncake_mesh.errors import InvalidRequest
-from mooncake_mesh.gateway.json_fields import Fields, UnsupportedParameter, checked_object, checked_string
+from mooncake_mesh.gateway.json_fields import (
+    Fields,
+    UnsupportedParameter,
+    checked_object,
+    checked_string,
+    json_value,
+)
 from mooncake_mesh.gateway.structured_output import json_text
 from mooncake_mesh.gateway.tools import Tool, ToolCall, ToolChoice, ToolUse
 from mooncake_proto.grammar import MAX_GRAMMAR_CHARS
@@ -96,6 +101,6 @@ def _function_of(fields: Fields) -> tuple[str, Fields]:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json_value(text)
     except (ValueError, RecursionError):
         return None
