@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mooncake_mesh.errors import InvalidRequest
 from mooncake_mesh.gateway import openai_requests as limits
-from mooncake_mesh.gateway.json_fields import InvalidJson, read_json_object
+from mooncake_mesh.gateway.json_fields import read_json_object
 from mooncake_mesh.gateway.openai_requests import parse_chat, parse_completion
 
 _T = TypeVar("_T")

@@ -17,7 +17,7 @@ import torch.nn.functional as functional
 _HAS_AMX: Final[bool] = torch.cpu._is_amx_tile_supported()
 _PLAIN_POSITIONS: Final = 512
 _BLOCK_TOKENS: Final = range(8, 65)
-_BLOCK_SCORES: Final = 1 << 23
+_BLOCK_SCORES: Final = 1 << 21
 """Scores that are worked out at a time: query tokens times heads times positions. A larger block leaves the caches."""
 
 

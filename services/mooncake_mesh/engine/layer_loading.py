@@ -67,6 +67,8 @@ class CopyThread:
 
     def __init__(self, overlap: Overlap) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copy") if overlap is Overlap.ON else None
+        if self._thread is not None:
+            _keep_alone(self._thread)
 
     @property
     def is_beside(self) -> bool:
@@ -74,6 +76,23 @@ class CopyThread:
 
     def run(self, copy: Callable[[], None]) -> Copy:
         return Copy(copy, self._thread)
+
+
+def _keep_alone(thread: ThreadPoolExecutor) -> None:
+    """Have torch use one core on *thread*, and as many as before on the caller's.
+
+    By itself torch has a team of helpers for each thread that computes. OpenMP lets helpers sleep as soon as there are
+    more of them than cores, and waking them takes longer than most operations: with a second team, two cores compute a
+    prompt no sooner than one.
+    """
+    n_threads = torch.get_num_threads()
+    thread.submit(_use_one_core).result()
+    torch.set_num_threads(n_threads)  # torch keeps the last number for threads that have not computed yet
+
+
+def _use_one_core() -> None:
+    torch.get_num_threads()  # or else the first operation sets what was set for others
+    torch.set_num_threads(1)
 
 
 def _inferring(copy: Callable[[], None]) -> None:
