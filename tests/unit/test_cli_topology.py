@@ -8,7 +8,7 @@ import pytest
 
 from mooncake_mesh.cli.loading import load
 from mooncake_mesh.cli.settings import add_flags
-from mooncake_mesh.cli.topology import MeshPlan, plan_mesh
+from mooncake_mesh.cli.topology import MeshPlan, plan_mesh, threads_beyond
 from mooncake_mesh.config import (
     SECTIONS,
     ConductorConfig,
@@ -193,3 +193,18 @@ def test_stages_need_chunks() -> None:
         UpConfig(prefill_stages=2, chunk_tokens=0)
     with pytest.raises(ValueError, match=r"^prefill_split: "):
         UpConfig(prefill_stages=2, prefill_split="3,3,3")
+
+
+@pytest.mark.parametrize(
+    ("settings", "beyond"),
+    [
+        ({"threads": 1, "prefill": 4, "decode": 4}, 0),  # they take turns
+        ({"threads": 2}, 0),
+        ({"threads": 2, "decode": 2}, 2),
+        ({"threads": 2, "prefill_stages": 3}, 4),
+        ({"threads": 8}, 12),
+        ({"threads": 8, "engine": EngineKind.FAKE}, 0),
+    ],
+)
+def test_threads_that_have_no_core_are_counted(settings: dict[str, Any], beyond: int) -> None:
+    assert threads_beyond(UpConfig(**settings), n_cores=4) == beyond

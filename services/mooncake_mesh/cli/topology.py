@@ -138,3 +138,15 @@ def _ipc(run_dir: Path, name: str) -> str:
     path = str(run_dir / f"{name}.ipc")
     socket_path("run_dir", path)
     return f"ipc://{path}"
+
+
+def threads_beyond(config: UpConfig, n_cores: int) -> int:
+    """How many threads more than *n_cores* the instances compute with, where an instance has several; else 0.
+
+    Threads of one instance wait for each other hundreds of times a step. Where some of them have no core, each wait
+    lasts until the scheduler's next turn, and a busy mesh is tens of times as slow as with one thread for each.
+    """
+    if config.engine is EngineKind.FAKE or config.threads == 1:
+        return 0
+    instances = config.prefill * config.prefill_stages + config.decode
+    return max(0, config.threads * instances - n_cores)
