@@ -95,4 +95,4 @@ class _Door:
 
 
 async def _off(_: Request) -> Response:
-    raise CachingOff("this gateway keeps no context caches: gateway.cache_db is not set")
+    raise CachingOff()

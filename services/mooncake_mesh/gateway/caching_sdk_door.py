@@ -23,7 +23,7 @@ class CachingSdkDoor:
         """Counts as one of the tenant's requests. Raises CachingOff in a gateway without a file for caches."""
         tenant = self._doorkeeper.admit(call.api_key)
         if isinstance(self._caching, NoContextCaching):
-            raise CachingOff("this gateway keeps no context caches: gateway.cache_db is not set")
+            raise CachingOff()
         self._rates.take_request(tenant, time.monotonic())
         return CachingAnswer(response=orjson.dumps(await _answer(self._caching, call, tenant)))
 

@@ -50,6 +50,9 @@ class CachingOff(InvalidRequest):
 
     code = "context_caching_off"
 
+    def __init__(self) -> None:
+        super().__init__("this gateway keeps no context caches: gateway.cache_db is not set")
+
 
 class CacheStatus(enum.Enum):
     PENDING = "pending"

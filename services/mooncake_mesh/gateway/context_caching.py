@@ -72,7 +72,7 @@ class NoContextCaching:
         """Headers that name a cache are no hit. Raises CachingOff for a message that does."""
         del headers, tenant
         if _MARK in body and cache_message(read_json_object(body)) is not None:
-            raise CachingOff("this gateway keeps no context caches: gateway.cache_db is not set")
+            raise CachingOff()
         return ResolvedChat(body=body)
 
 
