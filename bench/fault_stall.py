@@ -14,7 +14,6 @@ docs/faults.md names.
 import asyncio
 import contextlib
 import enum
-import json
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -177,14 +176,8 @@ def _unread_stream(base: str, prompt: str, tokens: int) -> Iterator[None]:
     with socket.socket() as plug:
         plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
         plug.connect((parts.hostname or "", parts.port or 80))
-        plug.sendall(_request(parts.netloc, prompt, tokens, logprobs=5))
+        plug.sendall(clients.streamed_request(parts.netloc, prompt, tokens, logprobs=5))
         yield
-
-
-def _request(host: str, prompt: str, tokens: int, **fields: object) -> bytes:
-    body = json.dumps(clients.completion_fields(prompt, tokens, stream=True, **fields)).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 class _Load:
@@ -227,7 +220,7 @@ class _Load:
         except OSError as error:
             return type(error).__name__
         try:
-            writer.write(_request(self._parts.netloc, prompt, _LOAD_TOKENS))
+            writer.write(clients.streamed_request(self._parts.netloc, prompt, _LOAD_TOKENS))
             status = (await reader.readline()).split(b" ")[1:2]
             while line := await reader.readline():
                 if line == b"data: [DONE]\n":

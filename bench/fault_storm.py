@@ -1,7 +1,6 @@
 """An abort storm: hundreds of streams that leave within two seconds, and what the next client notices of it."""
 
 import asyncio
-import json
 import random
 import statistics
 from collections.abc import Sequence
@@ -74,9 +73,7 @@ async def storm(base: str, rng: random.Random) -> StormResult:
 async def _open(base: str, prompt: str, max_tokens: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     parts = urlsplit(base)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    body = json.dumps(clients.completion_fields(prompt, max_tokens, stream=True)).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
-    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    writer.write(clients.streamed_request(parts.netloc, prompt, max_tokens))
     await writer.drain()
     return reader, writer
 

@@ -21,8 +21,7 @@ from typing import Final
 
 from bench.peers.environments import NotInstalled
 from bench.peers.serving_engines import install
-from bench.report import Report
-from bench.serving import say
+from bench.report import Report, say
 from bench.serving_client import Prompts, Reply, RequestFailed, Target, complete
 from bench.serving_measures import compare
 from bench.serving_servers import (

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from time import monotonic, strftime
+from time import monotonic
 from typing import Any, Final
 
 import psutil
@@ -25,7 +25,7 @@ from bench.live_compare import compare, live_side, paired_ttfts, simulated_side
 from bench.live_mesh import Measured, measure, simulated
 from bench.live_work import demand, every_family, largest_block, scaled
 from bench.mesh import LocalMesh, local_mesh
-from bench.report import Report
+from bench.report import Report, say
 from bench.simulator_results import RunResult
 from bench.traces import TRACES
 from mooncake_mesh.loadtest.driver import LoadRun, Plan, drive, served_model
@@ -102,11 +102,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--keep", type=Path, metavar="FILE", help="write both runs there, request by request, as JSON")
     Report.add_flags(parser)
     return parser
-
-
-def say(text: str) -> None:
-    """How it goes, on stderr."""
-    sys.stderr.write(f"{strftime('%H:%M:%S')} {text}\n")
 
 
 # --- the live mesh ----------------------------------------------------------------------------------------------------

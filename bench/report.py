@@ -6,9 +6,11 @@ An aim that is missed is printed as missed; the exit code says only that the mea
 import argparse
 import json
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import strftime
 
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +30,11 @@ class Row:
     n: int | None = None
     spread: tuple[float, float] | None = None
     cpu_s_per_gb: float | None = None
+
+
+def say(text: str) -> None:
+    """How a long run goes, on stderr, with the time of day."""
+    print(f"{strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 class Report:

@@ -8,17 +8,15 @@ under the table, and the rest goes on.
 
 import argparse
 import asyncio
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from time import strftime
 from typing import Final
 
 from bench.peers.environments import NotInstalled
-from bench.report import Report
+from bench.report import Report, say
 from bench.serving_client import Prompts, RequestFailed, complete
 from bench.serving_measures import Measure, measures, tell
 from bench.serving_servers import (
@@ -82,11 +80,6 @@ def main() -> None:
     for note in run.notes:
         report.note(note)
     report.finish(args)
-
-
-def say(text: str) -> None:
-    """How it goes, on stderr."""
-    print(f"{strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def _plans(args: argparse.Namespace, model: Path, folder: Path, run: Run) -> list[ServerPlan]:

@@ -16,14 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from time import strftime
 from typing import Final
 from urllib.request import urlopen
 
 from bench.mesh import local_mesh
 from bench.peers.environments import AIPERF, GUIDELLM, NotInstalled, install
 from bench.peers.serving_engines import install as install_server
-from bench.report import Report
+from bench.report import Report, say
 from bench.tools_load import (
     Load,
     RandomLoad,
@@ -139,11 +138,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--keep", type=Path, metavar="DIR", help="keep what the tools write there")
     Report.add_flags(parser)
     return parser
-
-
-def say(text: str) -> None:
-    """How it goes, on stderr."""
-    sys.stderr.write(f"{strftime('%H:%M:%S')} {text}\n")
 
 
 def _tokenizer(engine: str, folder: Path) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, assert_never
 
 from mooncake_mesh.loadtest.trace_file import TRACE_BLOCK_TOKENS, TraceLine
+from mooncake_mesh.loadtest.workloads import Replay, traced
 
 _MS: Final = "0.001"
 _PERCENTILE: Final = "90"
@@ -55,25 +56,20 @@ class Served:
 
 
 def scaled_lines(lines: Iterable[TraceLine], block_tokens: int) -> list[str]:
-    """*lines* as a trace whose blocks have *block_tokens*, as JSON."""
-    return [_scaled(line, block_tokens) for line in lines]
-
-
-def _scaled(line: TraceLine, block_tokens: int) -> str:
-    whole, rest = divmod(line.input_tokens, TRACE_BLOCK_TOKENS)
-    last = min(block_tokens, max(1, _times(rest, block_tokens))) if rest else 0
-    return json.dumps(
-        {
-            "timestamp": round(1e3 * line.arrival_s),
-            "input_length": whole * block_tokens + last,
-            "output_length": max(2, _times(line.output_tokens, block_tokens)),  # one token alone has no interval
-            "hash_ids": line.block_ids,
-        }
-    )
-
-
-def _times(tokens: int, block_tokens: int) -> int:
-    return round(tokens * block_tokens / TRACE_BLOCK_TOKENS)
+    """*lines*, in order of arrival, as a trace whose blocks have *block_tokens*, as JSON."""
+    ordered = list(lines)
+    requests = traced(ordered, Replay(length_scale=block_tokens / TRACE_BLOCK_TOKENS))
+    return [
+        json.dumps(
+            {
+                "timestamp": round(1e3 * line.arrival_s),
+                "input_length": request.input_tokens,
+                "output_length": max(2, request.output_tokens),  # one token alone has no interval
+                "hash_ids": line.block_ids,
+            }
+        )
+        for line, request in zip(ordered, requests, strict=True)
+    ]
 
 
 def aiperf_command(programs: Path, served: Served, load: Load, out: Path) -> list[str]:

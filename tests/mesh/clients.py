@@ -115,6 +115,13 @@ def completion_fields(prompt: str, max_tokens: int, **fields: Any) -> dict[str, 
     return {"model": "fake", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
 
 
+def streamed_request(host: str, prompt: str, max_tokens: int, **fields: Any) -> bytes:
+    """A streamed completion as bytes, for those who talk to a socket."""
+    body = json.dumps(completion_fields(prompt, max_tokens, stream=True, **fields)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
 def complete(base: str, prompt: str, max_tokens: int, **fields: Any) -> str:
     """Text of a greedy completion; the request must succeed."""
     answer = post(base, "/v1/completions", completion_fields(prompt, max_tokens, **fields))
