@@ -43,13 +43,13 @@ def test_what_the_gateway_raised_is_what_the_caller_gets(error: MooncakeError) -
         CacheNotFound("m", param="cache_id"),
         CacheQuotaExceeded("m"),
         CacheUnusable("m"),
-        CachingOff("m"),
+        CachingOff(),
     ],
 )
 def test_the_gateways_own_kinds_of_mistake_keep_their_code(error: InvalidRequest) -> None:
     told = error_of(failure_of(error))
     assert type(told) is InvalidRequest
-    assert (told.code, told.param, str(told)) == (error.code, error.param, "m")
+    assert (told.code, told.param, str(told)) == (error.code, error.param, str(error))
     assert InvalidRequest.code == "invalid_request", "the class is left alone"
 
 
