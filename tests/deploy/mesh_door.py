@@ -19,19 +19,19 @@ class Door:
     def is_ready(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as answer:
-                return answer.status == 200
+                return bool(answer.status == 200)
         except OSError:
             return False
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self._request(path), timeout=20) as answer:
-            return answer.read().decode()
+            return str(answer.read().decode())
 
     def status_of(self, path: str) -> int:
         """HTTP status of an answer to somebody without a key."""
         try:
             with urllib.request.urlopen(f"{self.url}{path}", timeout=20) as answer:
-                return answer.status
+                return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
 
@@ -39,7 +39,8 @@ class Door:
         """A whole answer. Raises OSError (HTTPError among them) where there is none."""
         body = {"model": "fake", "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "seed": 1}
         with urllib.request.urlopen(self._request("/v1/chat/completions", body), timeout=120) as answer:
-            return json.load(answer)
+            said: dict[str, Any] = json.load(answer)
+            return said
 
     def _request(self, path: str, body: object = None) -> urllib.request.Request:
         request = urllib.request.Request(self.url + path, None if body is None else json.dumps(body).encode())

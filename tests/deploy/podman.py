@@ -63,7 +63,7 @@ def environment() -> dict[str, str]:
 
 def run(*command: str, timeout_s: float = _CALL_S, check: bool = True, **more: Any) -> str:
     """The output of a command. Raises AssertionError with it where *check* asks for success and there is none."""
-    done = subprocess.run(
+    done: subprocess.CompletedProcess[str] = subprocess.run(
         command,
         env=environment(),
         stdout=subprocess.PIPE,

@@ -52,8 +52,10 @@ def running_peer(folder: Path, size_bytes: int) -> Iterator[Peer]:
         try:
             assert process.stdout is not None
             described = json.loads(process.stdout.readline())
-            keys = {name: tuple(NicKey(**key) for key in described.pop(name)) for name in ("preferred", "secondary")}
-            yield Peer(process=process, memory=RdmaMemory(**described, **keys))
+            preferred, secondary = (
+                tuple(NicKey(**key) for key in described.pop(name)) for name in ("preferred", "secondary")
+            )
+            yield Peer(process=process, memory=RdmaMemory(**described, preferred=preferred, secondary=secondary))
         finally:
             process.kill()
 

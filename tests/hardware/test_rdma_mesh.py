@@ -49,8 +49,14 @@ def answer_over(transport: str, asked: Asked) -> tuple[dict[str, object], dict[s
         "max_tokens": asked.max_tokens,
         "temperature": 0,
     }
-    kind = {"engine": asked.engine, "model": asked.model, "dtype": asked.dtype}
-    with Mesh(**kind, flags=flags, arena_bytes="16MiB", ready_s=READY_S) as mesh:
+    with Mesh(
+        engine=asked.engine,
+        model=asked.model,
+        dtype=asked.dtype,
+        flags=flags,
+        arena_bytes="16MiB",
+        ready_s=READY_S,
+    ) as mesh:
         answer = clients.post(mesh.http, "/v1/chat/completions", fields)
         assert answer.status == 200, answer.body
         sent = mesh.wait_log("prefill0", "prefill_sent")

@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 from mooncake_mesh.cli.up import dies_with
 from mooncake_mesh.mesh.curve import MeshKeys
 from mooncake_proto.control import Health, Member, MemberState, Ping, Pong, Role, StatusQuery, StatusReport
+from mooncake_proto.ids import Incarnation
 from tests.mesh import clients
 from tests.mesh.clients import NoAnswer
 from tests.mesh.fork_server import Forked, ForkServer
@@ -123,7 +124,7 @@ class Mesh:
         stream = f"--stream-bind={self._ipc('tokens')}"
         self._add("gateway", "gateway0", [conductor, "--port=0", stream, *tokenizer], endpoint=self._ipc("sdk"))
 
-    def __enter__(self) -> "Mesh":
+    def __enter__(self) -> Self:
         Mesh.alive.append(self)
         try:
             for name in self._children:
@@ -189,7 +190,7 @@ class Mesh:
         """The instance as the conductor knows it."""
         return next(state.member for state in self.status().cluster.members if state.member.instance_id == name)
 
-    def incarnation(self, name: str, *, timeout_s: float = 5.0) -> str:
+    def incarnation(self, name: str, *, timeout_s: float = 5.0) -> Incarnation:
         return clients.ask(self.endpoint(name), Ping(), Pong, timeout_s=timeout_s, keys=self.keys).incarnation
 
     def wait_healthy(self, timeout_s: float = _READY_S) -> StatusReport:

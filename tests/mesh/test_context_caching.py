@@ -234,7 +234,7 @@ def test_a_system_prompt_of_3000_tokens_survives_a_full_pool_and_kills(tier: str
     with Mesh(flags=flags, arena_bytes="1MiB") as mesh:
         anybody = Tenant(mesh=mesh, key="")
         cache = anybody.create(SYSTEM["content"], tags=["harbour"])
-        whole = cache["tokens"] // BLOCK_TOKENS * BLOCK_TOKENS
+        whole = int(cache["tokens"]) // BLOCK_TOKENS * BLOCK_TOKENS
         assert whole >= 3000
 
         def found() -> int:

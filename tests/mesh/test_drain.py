@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from mooncake_proto.control import Drain, MemberState, Ok, Stop
+from mooncake_proto.ids import Incarnation
 from tests.mesh import clients
 from tests.mesh.clients import Stream
 from tests.mesh.harness import Mesh
@@ -37,7 +38,9 @@ def _drain(mesh: Mesh, *words: str) -> "subprocess.CompletedProcess[str]":
 @contextmanager
 def _requests(mesh: Mesh) -> Iterator[list[str]]:
     """Streams one after the other, two at a time, until the block ends; what is wrong with any."""
-    over, wrong, done = threading.Event(), [], []
+    over = threading.Event()
+    wrong: list[str] = []
+    done: list[str] = []
 
     def work(worker: int) -> None:
         while not over.is_set():
@@ -121,7 +124,7 @@ def test_the_last_of_a_role_is_drained_by_force_only(mesh: Mesh) -> None:
 
 def test_an_order_for_a_former_life_is_refused(mesh: Mesh) -> None:
     for name, order in (("prefill0", Drain), ("decode0", Stop), ("messenger0", Stop)):
-        failure = clients.refused(mesh.endpoint(name), order(incarnation="0" * 16))
+        failure = clients.refused(mesh.endpoint(name), order(incarnation=Incarnation("0" * 16)))
         assert failure.code == "another_incarnation"
     clients.ask(mesh.endpoint("decode0"), Drain(incarnation=mesh.incarnation("decode0")), Ok)
     mesh.wait(lambda: _state(mesh, "decode0").load.draining or None, what="decode0 to drain")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mooncake_proto.control import Role
+from mooncake_proto.ids import InstanceId
 from tests.mesh import clients
 from tests.mesh.clients import Stream
 from tests.mesh.harness import Mesh
@@ -55,7 +56,7 @@ def computed(mesh: Mesh, name: str, least_chunks: int) -> list[dict[str, float]]
 
 def test_two_stages_say_what_one_says_and_overlap(mesh: Mesh) -> None:
     roles = {state.member.instance_id: state.member.role for state in mesh.status().cluster.members}
-    assert roles["prefill0-1"] is Role.STAGE
+    assert roles[InstanceId("prefill0-1")] is Role.STAGE
     assert clients.complete(mesh.http, PROMPT, TOKENS) == expected(PROMPT)
     head, stage = computed(mesh, "prefill0", 3), computed(mesh, "prefill0-1", 3)
     assert [chunk["start"] for chunk in stage] == [chunk["start"] for chunk in head]

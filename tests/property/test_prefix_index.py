@@ -12,7 +12,7 @@ from mooncake_mesh.kv.event_stream import EventLog, FeedRefused, NodeFeed, Unsen
 from mooncake_mesh.kv.prefix_index import PrefixIndex
 from mooncake_mesh.kv.prefix_segments import LONG_BLOCKS, SEGMENT_BLOCKS
 from mooncake_proto.ids import BlockKey, Incarnation, NodeId
-from mooncake_proto.kvcache import KvChange, KvEvents, KvSnapshot, KvTier
+from mooncake_proto.kvcache import KvChange, KvEvents, KvEventsAck, KvSnapshot, KvTier
 
 KEYS = [BlockKey(bytes([i]) * 16) for i in range(8)]
 NODES = [NodeId(f"node-{i}") for i in range(4)]
@@ -230,7 +230,9 @@ class StreamMachine(RuleBasedStateMachine):
     @rule(node=pair, changed=st.lists(keys, min_size=1, max_size=3))
     def pool_changes(self, node: NodeId, changed: list[BlockKey]) -> None:
         messenger = self.messengers.get(node)
-        for key in changed if messenger else ():
+        if messenger is None:
+            return
+        for key in changed:
             messenger.change(KvChange.REMOVED if key in messenger.held else KvChange.STORED, key)
 
     @rule(node=pair, max_events=st.integers(1, 3), kind=st.sampled_from(["what is due", "snapshot"]))
@@ -252,7 +254,7 @@ class StreamMachine(RuleBasedStateMachine):
         feed = self.feeds.get(message.node_id)
         if feed is None:
             return
-        handle: Callable[[], object] = (
+        handle: Callable[[], KvEventsAck | FeedRefused] = (
             (lambda: feed.feed(message)) if isinstance(message, KvEvents) else (lambda: feed.snapshot(message))
         )
         seen_before = feed.next_seq

@@ -19,7 +19,8 @@ from mooncake_mesh.gateway.doorkeeper import Doorkeeper
 from mooncake_mesh.gateway.http import HttpLimits, create_app
 from mooncake_mesh.gateway.rate_limits import TenantLimits
 from mooncake_mesh.gateway.sdk_door import SdkDoor
-from mooncake_mesh.gateway.tokenizer import ByteTokenizer, ChatMessage
+from mooncake_mesh.gateway.tokenizer import ByteTokenizer
+from mooncake_mesh.gateway.tools import ChatMessage
 from tests.unit.gateway_doubles import MODEL, Exchange, Gateway, Script, says
 
 SYSTEM = {"role": "system", "content": "You know the harbour by heart."}

@@ -16,6 +16,7 @@ from mooncake_mesh.gateway.doorkeeper import Doorkeeper
 from mooncake_mesh.gateway.http import HttpLimits, create_app
 from mooncake_mesh.gateway.metrics import DoorMetrics
 from mooncake_mesh.gateway.tokenizer import BYTE_EOS, ByteTokenizer
+from mooncake_proto.client import RequestTrace
 from mooncake_proto.control import ModelCard, StatusReport
 from mooncake_proto.decisions import DecisionsReport
 from mooncake_proto.ids import RequestId
@@ -56,6 +57,10 @@ class ScriptedMesh:
 
     def satisfied(self, request_id: RequestId) -> None:
         self.content.add(request_id)
+
+    def traces(self, request_id: str, tenant: str) -> tuple[RequestTrace, ...]:
+        """Nothing is remembered."""
+        return ()
 
     async def report(self) -> StatusReport | None:
         return self.known
@@ -257,4 +262,4 @@ def ask(gateway: "Gateway", path: str, fields: dict[str, Any] | None = None, **h
 
 
 def get(gateway: "Gateway", path: str, **headers: str) -> Exchange:
-    return asyncio.run(Exchange(gateway.app, path, method="GET", **headers).run())
+    return asyncio.run(Exchange(gateway.app, path, b"", method="GET", **headers).run())

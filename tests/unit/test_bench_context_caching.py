@@ -103,7 +103,7 @@ def test_who_knows_of_the_cache_or_holds_it_is_killed() -> None:
     told: list[str] = []
     names = ("gateway0", "messenger0", "messenger1", "decode0")
     processes = {name: Process(name, told) for name in names}
-    mesh = LocalMesh(host="", port=0, model="", sdk="", conductor="", processes=processes)  # type: ignore[arg-type]
+    mesh = LocalMesh(host="", port=0, model="", sdk="", conductor="", processes=processes)
     answers: list[bool | Exception] = [PeerUnreachable("gone"), False, True]
 
     def is_back() -> bool:

@@ -11,7 +11,6 @@ import pytest
 
 from bench import interference
 from bench.interference import Offered, Window, summarised, tbt_s
-from bench.peers import serving_engines
 from bench.peers.environments import NotInstalled
 from bench.report import Report
 from bench.serving import rotated
@@ -194,7 +193,7 @@ def test_a_peer_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch: p
     def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
         return subprocess.CompletedProcess(command, 1, stdout="", stderr="…\nERROR: no such wheel\n")
 
-    monkeypatch.setattr(serving_engines.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(NotInstalled, match="no such wheel"):
         peer_plan("vllm", tmp_path, tmp_path, heard.append)
     assert heard

@@ -80,7 +80,7 @@ def test_a_peer_that_cannot_be_installed_says_why(monkeypatch: pytest.MonkeyPatc
         return subprocess.CompletedProcess(command, 1, "", "a first line\nERROR: No matching distribution found\n")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(environments.subprocess, "run", refuse)
+    monkeypatch.setattr(subprocess, "run", refuse)
     with pytest.raises(environments.NotInstalled, match="No matching distribution"):
         environments.install(environments.NIXL)
 

@@ -279,7 +279,7 @@ def test_another_owner_s_cache_looks_like_one_that_never_was(tmp_path: Path) -> 
         theirs = (await site.create(tags=["t"]))["id"]
         missing = "cache-" + "0" * (len(theirs) - len("cache-"))
 
-        async def about(cache_id: str, tag: str) -> list[tuple[int, Any]]:
+        async def about(cache_id: str, tag: str) -> list[bytes]:
             chat = {"messages": [{"role": "cache", "content": f"cache_id={cache_id};reset_ttl=9"}, QUESTION]}
             tagged = {"messages": [{"role": "cache", "content": f"tag={tag};dry_run=1"}]}
             answers = [

@@ -81,7 +81,8 @@ def test_cache_messages_that_are_refused(body: dict[str, Any]) -> None:
 
 def test_chats_with_and_without_a_cache_message() -> None:
     assert cache_message({"messages": [CACHE, SYSTEM], "tools": None}) == CacheUse(tag="t")
-    for other in ({}, {"messages": "cache"}, {"messages": [SYSTEM, "cache"]}, {"messages": []}):
+    others: list[dict[str, Any]] = [{}, {"messages": "cache"}, {"messages": [SYSTEM, "cache"]}, {"messages": []}]
+    for other in others:
         assert cache_message(other) is None
 
 

@@ -95,7 +95,7 @@ def test_tags_are_pointed_listed_followed_and_deleted(tmp_path: Path) -> None:
             tag = await tags.point("t", cache.id)
             assert (tag.tag, tag.cache_id, tag.owned_by) == ("t", cache.id, "acme")
         assert (await tags.list(), await tags.get("t"), await tags.content("t")) == ((tag,), tag, two)
-        for _ in range(2):
+        for _again in range(2):
             await tags.delete("t")
         assert await tags.list() == ()
 

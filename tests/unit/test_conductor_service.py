@@ -8,7 +8,7 @@ import pytest
 from mooncake_mesh.conductor.making import conductor_core
 from mooncake_mesh.conductor.service import ConductorService
 from mooncake_mesh.config import ConductorConfig
-from mooncake_mesh.mesh import rpc
+from mooncake_mesh.mesh import endpoint
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_proto.control import CancelCall, Health, Load, Member, Role
 from mooncake_proto.envelope import Envelope
@@ -24,7 +24,7 @@ def schedule(job_id: str) -> Schedule:
 @on_both_loops
 def test_what_is_cancelled_before_its_turn_is_not_placed(run: Run[None], monkeypatch: pytest.MonkeyPatch) -> None:
     router = ScriptedRouter()
-    monkeypatch.setattr(rpc.sockets, "router", router)
+    monkeypatch.setattr(endpoint, "router", router)
     config = replace(ConductorConfig(), publish=ANY_PORT)
     core = conductor_core(config, Incarnation("c"), 0.0)
 

@@ -68,6 +68,7 @@ def test_a_node_that_is_copied_from_reads_ahead_too() -> None:
     placement = placed(c, request(keys=6))
     assert (placement.prefill.instance_id, placement.fetch_from) == ("p0", "ipc://m1")
     (order,) = c.orders.take()
+    assert isinstance(order.message, ReadAhead)
     assert (order.endpoint, order.message.keys) == ("ipc://m1", join_keys(KEYS[:4]))
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from mooncake_mesh.errors import InvalidRequest
 from mooncake_mesh.gateway.rate_limits import TenantLimits
-from mooncake_mesh.gateway.tokenizer import ByteTokenizer, ChatMessage
-from mooncake_mesh.gateway.tools import Tool
+from mooncake_mesh.gateway.tokenizer import ByteTokenizer
+from mooncake_mesh.gateway.tools import ChatMessage, Tool
 from tests.unit.caching_site import QUESTION, SHARED, SYSTEM, Site, play
 from tests.unit.gateway_doubles import CONTEXT_TOKENS
 

@@ -79,7 +79,7 @@ class Sequence1:
 def bound(config: FakeConfig, n_blocks: int = 64) -> tuple[FakeEngine, np.ndarray]:
     engine = FakeEngine(config)
     arena = np.zeros(n_blocks * config.layout.block_bytes, np.uint8)
-    engine.bind(memoryview(arena))
+    engine.bind(arena.data)
     return engine, arena
 
 

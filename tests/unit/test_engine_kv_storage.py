@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +22,11 @@ CPU = torch.device("cpu")
 def bound(n_blocks: int = 12) -> tuple[ArenaPages, np.ndarray]:
     arena = np.zeros(n_blocks * LAYOUT.block_bytes, np.uint8)
     pages = ArenaPages(LAYOUT)
-    pages.bind(memoryview(arena))
+    pages.bind(arena.data)
     return pages, arena.view(np.float32).reshape(n_blocks, *LAYOUT.shape)
 
 
-def values(sequence: int, start: int, end: int) -> torch.Tensor:
+def values(sequence: int, start: int, end: int) -> Any:
     """Distinct numbers (layers, 2, kv_heads, tokens, head_dim) for positions of a sequence."""
     positions = torch.arange(start, end)
     cells = torch.arange(3 * 2 * 2 * 4, dtype=torch.float32).view(3, 2, 2, 1, 4)

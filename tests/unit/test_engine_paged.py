@@ -99,7 +99,7 @@ def make_engine(
 def bound_engine(model: Any, **options: Any) -> tuple[TransformersEngine, np.ndarray]:
     engine = make_engine(model, **options)
     arena = np.zeros(64 * engine.spec.layout.block_bytes, np.uint8)
-    engine.bind(memoryview(arena))
+    engine.bind(arena.data)
     return engine, arena
 
 

@@ -92,7 +92,7 @@ def run(engines: Sequence[Engine], bounds: Sequence[int]) -> tuple[int, np.ndarr
     """Token, arena and layers in the order they were written. The arena is the node's, for all stages."""
     arena = np.zeros(12 * engines[0].spec.layout.block_bytes, np.uint8)
     for engine in engines:
-        engine.bind(memoryview(arena))
+        engine.bind(arena.data)
     written: list[int] = []
     drawn = None
     for start, end in itertools.pairwise(bounds):
@@ -119,7 +119,7 @@ def test_a_prefix_that_was_cached_is_read_by_every_stage(make: Make) -> None:
     token, arena, _ = run([make(None)], [0, 45])
     engines = stages_of(make, (3, 4))
     for engine in engines:
-        engine.bind(memoryview(arena))
+        engine.bind(arena.data)
     out = memoryview(bytearray(21 * engines[0].spec.hidden_bytes))
     assert engines[0].prefill(chunk(engines[0], 24, 45, None, out), lambda _: None) is None
     drawn = engines[1].prefill(chunk(engines[1], 24, 45, out, None), lambda _: None)
@@ -133,7 +133,7 @@ def test_activations_matter(make: Make) -> None:
     arena = np.zeros(12 * first.spec.layout.block_bytes, np.uint8)
     out = memoryview(bytearray(45 * first.spec.hidden_bytes))
     for engine in (first, second):
-        engine.bind(memoryview(arena))
+        engine.bind(arena.data)
     first.prefill(chunk(first, 0, 45, None, out), lambda _: None)
     rows = np.frombuffer(out, np.uint8).reshape(45, -1)
     rows[:] = rows[::-1].copy()

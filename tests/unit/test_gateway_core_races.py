@@ -155,6 +155,7 @@ def test_a_placement_starts_both_jobs_with_what_is_left_of_the_deadline() -> Non
     [start] = request.handle(Placed(placement=placement(0)), 130.0)
     assert isinstance(start, StartJobs)
     assert start.decode is not None
+    assert start.prefill is not None
     assert start.prefill.decode == D0
     assert start.prefill.deadline_s == start.decode.deadline_s == 30.0
     assert start.prefill.transfer_id == start.decode.transfer_id == TransferId("req.0.kv")
@@ -211,6 +212,7 @@ def test_one_token_needs_no_decode_job_and_nothing_to_cancel() -> None:
     request = core(max_new_tokens=1)
     [start] = request.handle(Placed(placement=placement(0)), 100.0)
     assert isinstance(start, StartJobs)
+    assert start.prefill is not None
     assert (start.decode, start.prefill.decode) == (None, None)
     assert request.handle(WorkerLost(instance_id=D0.instance_id), 100.0) == [], "nothing runs there"
     done = request.handle(first(0, 0, 50, finish=FinishReason.LENGTH), 101.0)
@@ -237,6 +239,7 @@ def test_a_single_token_that_is_left_after_a_loss_needs_no_decode_job() -> None:
     [start] = request.handle(Placed(placement=placement(1, decode=D1)), 101.0)
     assert isinstance(start, StartJobs)
     assert start.decode is None
+    assert start.prefill is not None
     assert (start.prefill.tokens, start.prefill.drawn_tokens) == (token_bytes((*PROMPT, 50, 51)), 2)
     assert emitted(request.handle(first(1, 2, 52, finish=FinishReason.LENGTH), 101.0)) == [52]
 
@@ -255,6 +258,7 @@ def test_a_lost_worker_is_avoided_and_the_text_goes_on() -> None:
     assert request.handle(JobsAccepted(job_id=job(0)), 101.0) == []
     [start] = request.handle(Placed(placement=placement(1, decode=D1)), 101.0)
     assert isinstance(start, StartJobs)
+    assert start.prefill is not None
     assert start.prefill.tokens == token_bytes((*PROMPT, 50))
     assert start.prefill.drawn_tokens == 1
     assert emitted(request.handle(first(1, 1, 51), 101.0)) == [51]

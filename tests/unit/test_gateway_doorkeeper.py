@@ -1,6 +1,7 @@
 """The doors of a gateway that asks for API keys: who is let in, whose the request is, and when it is too much."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import structlog
 from starlette.routing import Route
 
 from mooncake_mesh.client import InvalidApiKey, MooncakeClient, Rejected
-from mooncake_mesh.gateway import api_keys, doorkeeper
+from mooncake_mesh.gateway import api_keys
 from mooncake_mesh.gateway.doorkeeper import PUBLIC_PATHS, Doorkeeper
 from mooncake_mesh.gateway.rate_limits import TenantLimits
 from mooncake_mesh.gateway.sdk_door import SdkDoor
@@ -136,7 +137,7 @@ def test_a_prompt_that_the_mesh_refuses_costs_no_tokens(file: Path) -> None:
 
 def test_a_change_of_the_file_counts(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr(doorkeeper.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     key = api_keys.add(file, "app", "acme", None)
     keeper = Doorkeeper(file)
     assert keeper.admit(key) == "acme"

@@ -11,7 +11,8 @@ from mooncake_mesh.engine.model_files import DEFAULT_MODEL, resolve_model
 from mooncake_mesh.errors import InvalidRequest, UnsupportedModel
 from mooncake_mesh.gateway.model_tokenizer import ModelTokenizer
 from mooncake_mesh.gateway.text import TextRules, TextStream
-from mooncake_mesh.gateway.tokenizer import ChatMessage, SpecialTokens
+from mooncake_mesh.gateway.tokenizer import SpecialTokens
+from mooncake_mesh.gateway.tools import ChatMessage
 
 CORPUS = ["the cat sat on the mat", "héllo wörld", "한국어 日本 😀 👩‍🚀", "a\tb\nc"]
 HI = [ChatMessage(role="user", content="hi")]
@@ -201,10 +202,11 @@ def test_the_demonstration_models_tokens_are_those_of_transformers() -> None:
     for text in [*CORPUS, "x = 12345\r\n\n  y", "<|im_start|>user", "", " leading", "é" * 500]:
         assert ours.encode(text, SpecialTokens.ADD) == theirs(text)["input_ids"]
         assert ours.encode(text, SpecialTokens.KEEP) == theirs(text, add_special_tokens=False)["input_ids"]
-    for chat in (
+    chats: list[list[dict[str, Any]]] = [
         [{"role": "user", "content": "hi"}],
         [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-    ):
+    ]
+    for chat in chats:
         messages = [ChatMessage(**turn) for turn in chat]
         expected = theirs.apply_chat_template(chat, add_generation_prompt=True, tokenize=True)["input_ids"]
         assert ours.encode_chat(messages) == expected

@@ -8,6 +8,7 @@ import pytest
 import structlog
 from starlette.routing import Route
 from structlog.testing import LogCapture
+from structlog.typing import Processor
 
 from mooncake_mesh.gateway import completion
 from mooncake_mesh.gateway.not_here import not_here_routes
@@ -83,7 +84,7 @@ def test_a_malformed_traceparent_is_none(header: str) -> None:
 def test_labels_of_the_client_are_in_the_log_lines_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trace_labels({"traceparent": f"01-{TRACE}-b7ad6b7169203331-01-more"})["trace_id"] == TRACE
     lines = LogCapture()
-    processors = [structlog.contextvars.merge_contextvars, lines]
+    processors: list[Processor] = [structlog.contextvars.merge_contextvars, lines]
     monkeypatch.setattr(completion, "log", structlog.wrap_logger(structlog.PrintLogger(), processors=processors))
     body = json.dumps({"model": MODEL, "prompt": "hi"}).encode()
     labels = {"traceparent": PARENT, "x_request_id": "mine-7"}

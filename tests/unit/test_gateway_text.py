@@ -9,9 +9,9 @@ from mooncake_mesh.gateway.tokenizer import (
     BYTE_IM_END,
     BYTE_IM_START,
     ByteTokenizer,
-    ChatMessage,
     SpecialTokens,
 )
+from mooncake_mesh.gateway.tools import ChatMessage
 from mooncake_proto.serving import TokenLogprob
 
 TOKENIZER = ByteTokenizer()

@@ -340,7 +340,7 @@ def test_a_run_keeps_to_its_concurrency_and_counts_what_the_mesh_counts() -> Non
     requests = first_of(
         random_lengths(Arrivals(rate=math.inf), Lengths(mean=4), Lengths(mean=1), seed=0), n=9, seconds=1
     )
-    heard = []
+    heard: list[RequestResult] = []
 
     async def use(target: Target) -> None:
         run = await drive(target, requests, Plan(model="m", max_concurrency=2), heard.append)

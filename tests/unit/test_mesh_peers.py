@@ -50,8 +50,8 @@ def test_a_keeper_that_slept_holds_it_against_nobody() -> None:
     assert table.expire(0.5) == []
     assert table.expire(10.5) == []
     assert table.beat(DECODE, FIRST.incarnation, Load(), 10.6) == []
-    health = [event.health for now_s in range(12, 30, 2) for event in table.expire(float(now_s))]
-    assert health == [Health.SUSPECT, Health.DEAD]
+    events = [event for now_s in range(12, 30, 2) for event in table.expire(float(now_s))]
+    assert events == [HealthChanged(member=FIRST, health=health) for health in (Health.SUSPECT, Health.DEAD)]
 
 
 def test_a_beat_after_the_sleep_is_no_beat_from_the_future() -> None:

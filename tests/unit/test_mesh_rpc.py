@@ -18,7 +18,7 @@ from mooncake_mesh.errors import (
     RemoteFailure,
     SlowReader,
 )
-from mooncake_mesh.mesh import rpc
+from mooncake_mesh.mesh import endpoint, rpc
 from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
 from mooncake_proto import codec
 from mooncake_proto.client import Cancel, Generate, GenerationDelta, GenerationEnd, ModelsQuery, Operation
@@ -362,7 +362,7 @@ def test_a_caller_that_stops_waiting_stops_the_handler(run: Run[None], why: str)
 
 def test_a_call_that_is_cancelled_before_its_turn_never_begins(run: Run[None], monkeypatch: pytest.MonkeyPatch) -> None:
     stalled, router = Stalled(), ScriptedRouter()
-    monkeypatch.setattr(rpc.sockets, "router", router)
+    monkeypatch.setattr(endpoint, "router", router)
 
     async def scenario() -> None:
         async with serving({Generate: stalled.handle}):

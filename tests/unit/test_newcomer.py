@@ -6,7 +6,7 @@ from typing import Final
 
 import pytest
 
-from tests.deploy import compose_stand_in
+from tests.deploy import compose_stand_in, podman
 from tests.deploy.compose_stand_in import translated, write_files
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
@@ -62,6 +62,6 @@ def test_a_scale_is_remembered_and_the_port_of_the_environment_wins(
 
 
 def test_without_containers_it_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(compose_stand_in.podman, "lacking", lambda: "needs root")
+    monkeypatch.setattr(podman, "lacking", lambda: "needs root")
     assert compose_stand_in.main(["up"]) == compose_stand_in.CANNOT
     assert capsys.readouterr().out == "needs root\n"

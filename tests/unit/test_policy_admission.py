@@ -1,6 +1,7 @@
 """The four strategies against overload, as tables of what decodes, what is computed and what comes."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ def cluster(*pool: InstanceView, queue: tuple[tuple[int, float], ...] = ()) -> C
     return ClusterView(prefill=(prefill(*queue),), decode=pool)
 
 
-def refusal(kind: AdmissionKind, view: ClusterView, *, placed: Placed = PLACED, **settings: float) -> Refused | None:
+def refusal(kind: AdmissionKind, view: ClusterView, *, placed: Placed = PLACED, **settings: Any) -> Refused | None:
     return admission_refusal(REQUEST, placed, view, COST, LOOSE, Admission(kind=kind, **settings))
 
 

@@ -1,6 +1,7 @@
 """The decision to begin decoding, as tables of what is decoded and what waits."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
@@ -102,7 +103,8 @@ def test_who_is_held_is_not_overtaken_by_a_smaller_one() -> None:
 def test_hold_refuses_what_would_wait_too_long() -> None:
     """194 tokens are twice what fits: half of them have to go, which takes half of 20 s."""
     [verdict] = verdicts(batch(97), waiting(97, gate=HOLD, left_s=9.0))
-    assert verdict == Refused(reason="ttft_objective_at_decode", unavailable=False, retry_after_s=pytest.approx(1.0))
+    retry_after_s = cast(float, pytest.approx(1.0))
+    assert verdict == Refused(reason="ttft_objective_at_decode", unavailable=False, retry_after_s=retry_after_s)
     assert told(batch(97), waiting(97, gate=HOLD, left_s=10.1)) == ["held"]
 
 
@@ -171,7 +173,7 @@ def test_without_an_objective_for_steps_there_is_no_gate() -> None:
     ],
 )
 def test_a_half_loaded_instance_is_asked_and_an_idle_one_is_not(
-    changed: dict[str, float], prompt_tokens: int, is_asked: bool
+    changed: dict[str, Any], prompt_tokens: int, is_asked: bool
 ) -> None:
     """Load counts what waits there already and how much slower than the model the instance is."""
     instance = replace(INSTANCE, **{"factor": 1.0, "max_batch": 64, **changed})

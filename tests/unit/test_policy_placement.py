@@ -1,5 +1,6 @@
 import dataclasses
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -68,8 +69,8 @@ def test_a_cold_idle_cluster_takes_the_first_instance() -> None:
         local_prefix_blocks=0,
         fetch_node=None,
         fetch_prefix_blocks=0,
-        ttft_est_s=pytest.approx(1.61),
-        tbt_est_s=pytest.approx(0.01 + 0.001 + 0.00161),
+        ttft_est_s=cast(float, pytest.approx(1.61)),
+        tbt_est_s=cast(float, pytest.approx(0.01 + 0.001 + 0.00161)),
     )
 
 
@@ -197,8 +198,9 @@ def test_a_tbt_objective_out_of_reach_is_refused() -> None:
 
 @pytest.mark.parametrize("field", ["prompt_tokens", "max_new_tokens", "block_tokens", "block_bytes"])
 def test_a_request_has_a_shape(field: str) -> None:
+    nothing: dict[str, Any] = {field: 0}
     with pytest.raises(ValueError, match=field):
-        dataclasses.replace(request(), **{field: 0})
+        dataclasses.replace(request(), **nothing)
 
 
 # --- any cluster ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -320,7 +321,7 @@ def test_no_threshold_and_no_other_policy_expects_a_sooner_first_token_than_adap
 @pytest.mark.parametrize("cached_token_s", [0.0, 0.02])  # the second: what is cached takes longer than computing it
 @given(pools, held)
 def test_whoever_is_as_good_as_the_soonest_takes_part_in_the_draw(
-    cached_token_s: float, pool: list[InstanceView], prefix: dict[str, int]
+    cached_token_s: float, pool: list[InstanceView], prefix: dict[str, Any]
 ) -> None:
     cost = replace(COST, cached_token_s=cached_token_s)
 

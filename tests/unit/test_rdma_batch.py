@@ -85,8 +85,7 @@ def test_it_is_over_when_everything_has_arrived() -> None:
     transfer.arrived(0, A)
     assert not transfer.is_over
     transfer.arrived(1, A)
-    assert transfer.is_over
-    assert transfer.failure is None
+    assert (transfer.is_over, transfer.failure) == (True, None)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -116,8 +115,7 @@ def test_a_refusal_is_final_and_waits_for_what_is_in_flight() -> None:
     assert taken(transfer) == {}
     assert not transfer.is_over  # slice 1 is still on its way
     transfer.arrived(1, B)
-    assert transfer.is_over
-    assert transfer.failure == "a → x: remote access error"
+    assert (transfer.is_over, transfer.failure) == (True, "a → x: remote access error")
 
 
 def test_a_neighbours_failure_costs_neither_an_attempt_nor_the_path() -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from mooncake_mesh.engine.api import Drawn, SampleRequest  # noqa: E402
 from mooncake_mesh.engine.sampling import draw, draw_row, kept_logits, penalised  # noqa: E402
-from mooncake_mesh.errors import ModelError  # noqa: E402
+from mooncake_mesh.errors import InvalidRequest, ModelError  # noqa: E402
 from mooncake_proto.serving import Sampling  # noqa: E402
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "sampler.json").read_text())
@@ -25,14 +26,15 @@ def request(
     return SampleRequest(sampling=sampling, position=position, history=np.array(history, dtype=np.int32), banned=banned)
 
 
-def random_logits(rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
+def random_logits(rows: int, vocabulary: int, seed: int = 0) -> Any:
     return 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
 
 
 def kept(logits: list[float], **rules: float) -> list[int]:
     """Token ids that the rules leave."""
     result = kept_logits(torch.tensor(logits), Sampling(**rules))  # type: ignore[arg-type]
-    return torch.nonzero(torch.isfinite(result)).flatten().tolist()
+    tokens: list[int] = torch.nonzero(torch.isfinite(result)).flatten().tolist()
+    return tokens
 
 
 def test_temperature_zero_takes_the_largest() -> None:
@@ -153,7 +155,7 @@ def test_banned_tokens_are_never_drawn() -> None:
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits = torch.log(torch.tensor([0.5, 0.25, 0.125, 0.125]))
-    rules = {"temperature": 0.1, "top_k": 1, "repetition_penalty": 3.0}
+    rules: dict[str, Any] = {"temperature": 0.1, "top_k": 1, "repetition_penalty": 3.0}
     drawn = draw_row(logits, request(banned=(0,), history=(1,), top_logprobs=3, **rules))
     assert drawn.logprob is not None
     assert math.exp(drawn.logprob.logprob) == pytest.approx(float(torch.softmax(logits, -1)[drawn.token]))
@@ -187,7 +189,7 @@ def test_bfloat16_logits_are_taken() -> None:
 class _Only:
     """A filter that allows the same tokens everywhere."""
 
-    failure = None
+    failure: InvalidRequest | None = None
 
     def __init__(self, *tokens: int, vocabulary: int) -> None:
         self._mask = np.zeros(vocabulary, np.bool_)

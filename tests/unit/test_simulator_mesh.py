@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from mooncake_proto.ids import BlockKey
 BLOCK = 16
 
 
-def kind_of_node(**changes: float) -> NodeKind:
+def kind_of_node(**changes: Any) -> NodeKind:
     """1 ms a prompt token, 10 ms a step of any size, KV of 1 byte a token over 1 kB/s."""
     plain = NodeKind(
         name="plain",

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_actions_of_one_moment_happen_in_the_order_they_were_scheduled() -> None
             clock.at(0.0, lambda: note("late"))  # the past is now
 
     for name, at_s in (("c", 2.0), ("a", 1.0), ("b", 1.0), ("d", 2.0)):
-        clock.at(at_s, lambda name=name: note(name))
+        clock.at(at_s, partial(note, name))
     clock.run()
     assert seen == [(1.0, "a"), (1.0, "b"), (1.0, "late"), (2.0, "c"), (2.0, "d")]
 
@@ -95,7 +96,10 @@ def test_the_generated_workloads_have_the_shape_they_are_named_for() -> None:
     assert sum(r.input_tokens for r in agents) / 4_000 == pytest.approx(8_596, rel=0.1)
     assert sum(r.output_tokens for r in agents) / 4_000 == pytest.approx(182, rel=0.1)
     seen: set[bytes] = set()
-    hits = sum(key in seen or bool(seen.add(key)) for r in agents for key in r.keys)
+    hits = 0
+    for key in (key for r in agents for key in r.keys):
+        hits += key in seen
+        seen.add(key)
     assert hits / sum(len(r.keys) for r in agents) == pytest.approx(0.59, abs=0.03)
     even = homogeneous(agents, requests=2_000)
     assert {len(r.keys) for r in even} <= set(range(12, 21))

@@ -175,7 +175,7 @@ def test_a_record_counts_in_its_own_place_only() -> None:
     for bit in range(RECORD_BYTES * 8):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
-        assert unpack_record(flipped, 3, NAMESPACE) is None
+        assert unpack_record(bytes(flipped), 3, NAMESPACE) is None
 
 
 def test_the_superblock_says_whose_blocks_these_are() -> None:

@@ -11,12 +11,13 @@ from mooncake_mesh.errors import ConfigError
 from mooncake_mesh.messenger.store.block_file import SlotBytes
 from mooncake_mesh.messenger.store.folder import StoreFolder
 from mooncake_mesh.messenger.store.records import PAGE_BYTES, Namespace
+from mooncake_proto.ids import BlockKey
 from tests.unit.store_doubles import NAMESPACE, content, empty_slot, key, slot_of
 
 SIZE_BYTES = 8 * PAGE_BYTES
 
 
-def _reopened(path: Path, size_bytes: int = SIZE_BYTES) -> list[tuple[int, bytes]]:
+def _reopened(path: Path, size_bytes: int = SIZE_BYTES) -> list[tuple[int, BlockKey]]:
     """What a new life finds, as slot and key."""
     folder = StoreFolder.lock(path)
     folder.check(NAMESPACE)

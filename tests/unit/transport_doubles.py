@@ -3,13 +3,14 @@
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from mooncake_mesh.errors import TransferError
 from mooncake_mesh.messenger.landing import Destination
 from mooncake_mesh.messenger.transports import link_auth
+from mooncake_mesh.messenger.transports.api import Incoming
 from mooncake_mesh.messenger.transports.frames import Hello, Kind
 from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
 from mooncake_mesh.messenger.transports.streams import receive_exactly
@@ -31,7 +32,7 @@ class RecordingWindows(Windows):
         self.first_begun = asyncio.Event()
         self.ended = asyncio.Event()
 
-    def begin(self, token, incoming) -> list[Destination]:
+    def begin(self, token: bytes, incoming: Sequence[Incoming]) -> list[Destination]:
         destinations = super().begin(token, incoming)
         self.begun += 1
         self.first_begun.set()
@@ -149,7 +150,7 @@ class Relay:
         for connection in (self._listener, *self._open):
             connection.close()
 
-    def _start(self, target, *args) -> None:
+    def _start(self, target: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=target, args=args)
         self._threads.append(thread)
         thread.start()
