@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion
 
 from mooncake_mesh.engine.model_files import DEFAULT_MODEL, resolve_model
 from mooncake_proto.control import StatusReport
@@ -54,6 +55,12 @@ class Served:
         self.client.close()
 
     def complete(self, prompt: Sequence[int], **options: Any) -> openai.types.Completion:
+        return cast(openai.types.Completion, self._create(prompt, **options))
+
+    def stream(self, prompt: Sequence[int], **options: Any) -> openai.Stream[openai.types.Completion]:
+        return cast(openai.Stream[openai.types.Completion], self._create(prompt, stream=True, **options))
+
+    def _create(self, prompt: Sequence[int], **options: Any) -> object:
         options = {"max_tokens": N, "temperature": 0.0, **options}
         extra = {"ignore_eos": True, "return_token_ids": True}
         return self.client.completions.create(model=self.mesh.model, prompt=list(prompt), extra_body=extra, **options)
@@ -72,11 +79,26 @@ class Served:
 
 
 def tokens_of(answer: openai.types.Completion) -> list[int]:
+    assert answer.choices[0].model_extra is not None
     return list(answer.choices[0].model_extra["token_ids"])
 
 
 def cached_tokens_of(answer: openai.types.Completion) -> int:
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens is not None
     return answer.usage.prompt_tokens_details.cached_tokens
+
+
+def completion_tokens_of(answer: openai.types.Completion | ChatCompletion) -> int:
+    assert answer.usage is not None
+    return answer.usage.completion_tokens
+
+
+def logprobs_of(answer: openai.types.Completion) -> list[float]:
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.token_logprobs is not None
+    return answer.choices[0].logprobs.token_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +141,7 @@ def test_greedy_equals_generate(served: Served, reference: "GreedyReference") ->
     for prompt, answer in zip(prompts, answers, strict=True):
         assert reference.picks(prompt, tokens_of(answer)) == tokens_of(answer)
     assert tokens_of(answers[2]) == reference.generate(prompts[2], N)
-    assert [answer.usage.completion_tokens for answer in answers] == [N] * len(prompts)
+    assert [completion_tokens_of(answer) for answer in answers] == [N] * len(prompts)
 
 
 @chunks_of_512
@@ -170,8 +192,8 @@ def test_a_seeded_request_survives_its_decode_worker(served: Served, reference: 
     expected = tokens_of(served.complete(prompt, **options))
     drawn: list[int] = []
     killed_at = None
-    for chunk in served.complete(prompt, stream=True, **options):
-        drawn += chunk.choices[0].model_extra.get("token_ids", [])
+    for chunk in served.stream(prompt, **options):
+        drawn += (chunk.choices[0].model_extra or {}).get("token_ids", [])
         if killed_at is None and len(drawn) >= 20:
             killed_at = len(drawn)
             served.mesh.kill("decode0")
@@ -206,8 +228,7 @@ def test_sequences_that_push_each_other_out_of_the_pool_draw_the_same(reference:
     assert back >= 2
     assert [tokens_of(answer) for answer in together] == [tokens_of(answer) for answer in alone]
     for one, other in zip(together, alone, strict=True):
-        logprobs = one.choices[0].logprobs.token_logprobs
-        assert logprobs == pytest.approx(other.choices[0].logprobs.token_logprobs, abs=1e-3)
+        assert logprobs_of(one) == pytest.approx(logprobs_of(other), abs=1e-3)
     assert [tokens_of(answer) for answer in greedy] == [
         reference.picks(prompt, tokens_of(answer)) for prompt, answer in zip(prompts, greedy, strict=True)
     ]
@@ -229,9 +250,9 @@ def test_bfloat16_answers() -> None:
         answer = served.client.chat.completions.create(
             model=DEFAULT_MODEL, messages=[{"role": "user", "content": "What is 2+2?"}], temperature=0, max_tokens=16
         )
-    assert answer.choices[0].message.content.strip()
+    assert (answer.choices[0].message.content or "").strip()
     assert answer.choices[0].finish_reason in ("stop", "length")
-    assert 0 < answer.usage.completion_tokens <= 16
+    assert 0 < completion_tokens_of(answer) <= 16
 
 
 def test_another_architecture_equals_generate(tmp_path: Path) -> None:

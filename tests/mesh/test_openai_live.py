@@ -14,7 +14,8 @@ import pytest
 
 from mooncake_mesh.engine.fake import expected_tokens
 from mooncake_mesh.engine.model_files import DEFAULT_MODEL
-from mooncake_mesh.gateway.tokenizer import ByteTokenizer, ChatMessage
+from mooncake_mesh.gateway.tokenizer import ByteTokenizer
+from mooncake_mesh.gateway.tools import ChatMessage
 from mooncake_proto.control import StatusReport
 from tests.mesh import clients
 from tests.mesh.harness import Mesh
@@ -28,9 +29,8 @@ SLOW: Final = {"decode": ["--fake-decode-s-base=0.05"], "gateway": ["--max-concu
 
 
 def connect(mesh: Mesh, **options: Any) -> openai.OpenAI:
-    return openai.OpenAI(
-        **{"base_url": f"{mesh.http}/v1", "api_key": "none", "max_retries": 0, "timeout": 60} | options
-    )
+    usual: dict[str, Any] = {"base_url": f"{mesh.http}/v1", "api_key": "none", "max_retries": 0, "timeout": 60}
+    return openai.OpenAI(**usual | options)
 
 
 def chat_text(messages: list[Any], max_tokens: int) -> str:
@@ -139,7 +139,7 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
 def test_completion_logprobs(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=10, logprobs=2)
     logprobs = answer.choices[0].logprobs
-    assert "".join(logprobs.tokens) == answer.choices[0].text
+    assert "".join(logprobs.tokens or ()) == answer.choices[0].text
     assert logprobs.text_offset == list(range(10))
     assert all(value < 0 for value in logprobs.token_logprobs)
     assert all(len(top) in (2, 3) for top in logprobs.top_logprobs)
@@ -255,7 +255,7 @@ def test_a_tool_that_must_be_called_is_called_with_valid_arguments(client: opena
             "seed": 3,
         }
         answer = client.chat.completions.parse(**options, parallel_tool_calls=False, max_tokens=200)
-        (call,) = answer.choices[0].message.tool_calls
+        (call,) = answer.choices[0].message.tool_calls or []
         assert isinstance(call.function.parsed_arguments, Trip)
         assert answer.choices[0].message.content is None
         with client.chat.completions.stream(**options, parallel_tool_calls=False, max_tokens=200) as stream:
@@ -443,8 +443,8 @@ def test_logprobs_of_the_real_model(real_client: openai.OpenAI) -> None:
         model=DEFAULT_MODEL, prompt="The sea is", temperature=0, max_tokens=8, logprobs=2
     )
     logprobs = text.choices[0].logprobs
-    assert "".join(logprobs.tokens) == text.choices[0].text
-    assert logprobs.text_offset[0] == 0
+    assert "".join(logprobs.tokens or ()) == text.choices[0].text
+    assert (logprobs.text_offset or [])[0] == 0
 
 
 @pytest.mark.model
@@ -470,5 +470,5 @@ def test_the_real_model_keeps_to_a_schema_and_calls_a_tool(real_client: openai.O
     answer = real_client.chat.completions.parse(
         **options, tools=[openai.pydantic_function_tool(Trip)], tool_choice="required", parallel_tool_calls=False
     )
-    (call,) = answer.choices[0].message.tool_calls
+    (call,) = answer.choices[0].message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Trip)

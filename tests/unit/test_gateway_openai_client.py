@@ -5,7 +5,7 @@ import http.client
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, Final
 
 import openai
 import orjson
@@ -17,7 +17,7 @@ from mooncake_mesh.gateway.api import TokenEvent, TokenRequest
 from mooncake_mesh.gateway.tokenizer import ByteTokenizer
 from tests.unit.gateway_doubles import MODEL, Gateway, fails, hangs, says
 
-MESSAGES = [{"role": "user", "content": "hi"}]
+MESSAGES: Final[list[Any]] = [{"role": "user", "content": "hi"}]
 
 
 class Served:
@@ -138,7 +138,7 @@ def test_errors_have_their_types(client: openai.OpenAI, served: Served) -> None:
 def test_a_failure_in_the_middle_of_a_stream_is_raised(client: openai.OpenAI, served: Served) -> None:
     served.gateway.mesh.script = fails(Aborted("worker lost"), after=b"ab")
     stream = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
-    seen = []
+    seen: list[str | None] = []
     with pytest.raises(openai.APIError, match="worker lost"):
         seen.extend(chunk.choices[0].delta.content for chunk in stream)
     assert seen == ["", "a", "b"]
@@ -232,7 +232,8 @@ def test_tool_calls_make_the_round_trip(served: Served, client: openai.OpenAI) -
     assert len({call.id for call in calls}) == 2
     served.gateway.mesh.script = says("Rain in both.")
     results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in calls]
-    last = client.chat.completions.create(model=MODEL, messages=[*MESSAGES, choice.message, *results], tools=TOOLS)
+    conversation: list[Any] = [*MESSAGES, choice.message, *results]
+    last = client.chat.completions.create(model=MODEL, messages=conversation, tools=TOOLS)
     assert (last.choices[0].message.content, last.choices[0].finish_reason) == ("Rain in both.", "stop")
     assert last.choices[0].message.tool_calls is None
     prompt = ByteTokenizer().decode(served.gateway.mesh.requests[-1].prompt)
