@@ -8,7 +8,9 @@ import pytest
 
 from mooncake_mesh.engine.api import PrefillChunk
 from mooncake_mesh.engine.fake import FakeEngine
+from mooncake_mesh.kv.layers import LayerRange
 from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_mesh.prefill import announcing
 from mooncake_mesh.prefill.announcing import Forwarded, LayerNews, StopRequested, forward
 from mooncake_proto.ids import TransferId
 from mooncake_proto.transfer import SliceReady
@@ -23,11 +25,11 @@ class Messenger:
         self.posted.append(body)
 
 
-def news(messenger: Messenger, *, is_stopped: bool) -> LayerNews:
+def news(messenger: Messenger, *, is_stopped: bool, n_layers: int = FAKE.layout.layers) -> LayerNews:
     return LayerNews(
         cast(RpcClient, messenger),
         TransferId("t"),
-        first_layer=0,
+        layers=LayerRange.whole(n_layers),
         first_block=0,
         n_blocks=1,
         is_stopped=lambda: is_stopped,
@@ -58,6 +60,27 @@ def test_every_layer_is_announced() -> None:
     run(engine(bound=True), messenger, is_stopped=False)
     layers = [layer for told in messenger.posted for layer in range(told.layer, told.layer + told.n_layers)]
     assert layers == list(range(FAKE.layout.layers))
+
+
+@pytest.mark.parametrize(
+    ("layer_s", "announced"),
+    [(0.0, [(0, 1), (1, 7)]), (0.002, [(0, 1), (1, 3), (4, 3), (7, 1)]), (0.011, [(n, 1) for n in range(8)])],
+)
+def test_layers_that_come_fast_are_announced_together_and_the_last_one_at_once(
+    layer_s: float, announced: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(50.0 + layer_s * n for n in range(8))
+    monkeypatch.setattr(announcing, "monotonic", lambda: next(clock))
+    messenger = Messenger()
+
+    async def scenario() -> None:
+        tell = news(messenger, is_stopped=False, n_layers=8)
+        for layer in range(8):
+            tell(layer)
+            await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert [(told.layer, told.n_layers) for told in messenger.posted] == announced
 
 
 @pytest.mark.parametrize("bound", [True, False])

@@ -115,7 +115,7 @@ class PromptComputer:
         news = LayerNews(
             self._station.messenger,
             entry.job.transfer_id if entry.job.decode is not None else None,
-            first_layer=self._engine.spec.layers.first,
+            layers=self._engine.spec.layers,
             first_block=first_block,
             n_blocks=self._layout.blocks_for(work.start + len(work.tokens)) - first_block,
             is_stopped=lambda: entry.stop is not None,

@@ -268,7 +268,7 @@ class StageService:
         return LayerNews(
             self._station.messenger,
             work.chunk.transfer_id,
-            first_layer=self._engine.spec.layers.first,
+            layers=self._engine.spec.layers,
             first_block=first_block,
             n_blocks=n_blocks,
             is_stopped=lambda: work.stop is not None,
