@@ -1,0 +1,87 @@
+"""Which instances of a machine compute just now, so that each may use the cores that the others leave.
+
+Threads of one instance wait for each other hundreds of times a step. Where one of them has no core, each wait lasts
+until the scheduler's next turn, and two busy instances with as many threads as cores are ten times as slow as with one
+thread each. One instance alone, on the other hand, would leave cores idle. So they keep a board: a small file that all
+of them map, with a slot for each, in which it writes until when it takes itself to be busy. Who is busy divides the
+cores by how many are, before every forward and between its layers.
+
+A slot belongs to who holds the lock on its bytes, which the kernel takes back when a process dies. What a dead process
+wrote expires.
+"""
+
+import fcntl
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from mooncake_mesh.errors import MeshError
+
+SLOTS: Final = 512
+_SLOT: Final = struct.Struct("<q")
+_BOARD_BYTES: Final = SLOTS * _SLOT.size
+_BUSY_NS: Final = 5_000_000_000
+"""A mark made during a forward: longer than a layer takes. It is what others lose when somebody dies."""
+_LINGER_NS: Final = 20_000_000
+"""A mark made after a forward: longer than what lies between two steps."""
+
+
+class CoreBoard:
+    """This process's slot on the board at *path*, made if need be. Raises MeshError.
+
+    It may have *most_threads* threads; *n_cores* are those that it may run on. To be used on one thread.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        most_threads: int,
+        *,
+        n_cores: int | None = None,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._most_threads = most_threads
+        self._n_cores = n_cores or len(os.sched_getaffinity(0))
+        self._now_ns = now_ns
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.ftruncate(self._fd, _BOARD_BYTES)
+            self._map = mmap.mmap(self._fd, _BOARD_BYTES)
+        except OSError as error:
+            raise MeshError(f"no board of cores at {path}: {error}") from error
+        self._slot = self._claim(path)
+        self._marks = memoryview(self._map).cast("q")
+
+    def begin(self) -> None:
+        """This process computes from now on. To be called again now and then."""
+        self._marks[self._slot] = self._now_ns() + _BUSY_NS
+
+    def end(self) -> None:
+        """It has done what it had to, and will go on soon or not at all."""
+        self._marks[self._slot] = self._now_ns() + _LINGER_NS
+
+    @property
+    def threads(self) -> int:
+        """How many threads this process may compute with now."""
+        now_ns = self._now_ns()
+        others = sum(mark > now_ns for mark in self._marks.tolist()) - (self._marks[self._slot] > now_ns)
+        return max(1, min(self._most_threads, self._n_cores // (1 + others)))
+
+    def close(self) -> None:
+        self._marks[self._slot] = 0
+        self._marks.release()
+        self._map.close()
+        os.close(self._fd)
+
+    def _claim(self, path: Path) -> int:
+        for slot in range(SLOTS):
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, _SLOT.size, slot * _SLOT.size)
+            except OSError:
+                continue  # somebody else's
+            return slot
+        raise MeshError(f"all {SLOTS} places on the board of cores at {path} are taken")
