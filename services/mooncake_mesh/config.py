@@ -253,7 +253,10 @@ class PrefillConfig:
     model: Annotated[str, "a known name, a local folder or a hub id"] = "smollm2-135m"
     dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
     device: Annotated[str, "torch device"] = "cpu"
-    threads: Annotated[int, "threads for the model's maths"] = 1
+    threads: Annotated[int, "threads for the model's maths; the most of them where there is a core_board"] = 1
+    core_board: Annotated[
+        Path | None, "file that busy instances of this machine share its cores by; without it each has all its threads"
+    ] = None
     block_tokens: Annotated[int, "tokens of a KVCache block; equal in the whole mesh"] = 16
     chunk_tokens: Annotated[int, "prompt tokens of one forward, whole blocks; 0 takes a prompt in one go"] = 512
     max_queued_jobs: Annotated[int, "jobs that may wait; more are refused"] = 256
@@ -296,7 +299,10 @@ class DecodeConfig:
     model: Annotated[str, "a known name, a local folder or a hub id"] = "smollm2-135m"
     dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
     device: Annotated[str, "torch device"] = "cpu"
-    threads: Annotated[int, "threads for the model's maths"] = 1
+    threads: Annotated[int, "threads for the model's maths; the most of them where there is a core_board"] = 1
+    core_board: Annotated[
+        Path | None, "file that busy instances of this machine share its cores by; without it each has all its threads"
+    ] = None
     block_tokens: Annotated[int, "tokens of a KVCache block; equal in the whole mesh"] = 16
     max_batch: Annotated[int, "sequences in one decode step"] = 64
     max_waiting_jobs: Annotated[int, "jobs that may wait for KV or for a place; more are refused"] = 256

@@ -8,7 +8,7 @@ import pytest
 
 from mooncake_mesh.cli.loading import load
 from mooncake_mesh.cli.settings import add_flags
-from mooncake_mesh.cli.topology import MeshPlan, plan_mesh, threads_beyond
+from mooncake_mesh.cli.topology import MeshPlan, plan_mesh
 from mooncake_mesh.config import (
     SECTIONS,
     ConductorConfig,
@@ -195,16 +195,8 @@ def test_stages_need_chunks() -> None:
         UpConfig(prefill_stages=2, prefill_split="3,3,3")
 
 
-@pytest.mark.parametrize(
-    ("settings", "beyond"),
-    [
-        ({"threads": 1, "prefill": 4, "decode": 4}, 0),  # they take turns
-        ({"threads": 2}, 0),
-        ({"threads": 2, "decode": 2}, 2),
-        ({"threads": 2, "prefill_stages": 3}, 4),
-        ({"threads": 8}, 12),
-        ({"threads": 8, "engine": EngineKind.FAKE}, 0),
-    ],
-)
-def test_threads_that_have_no_core_are_counted(settings: dict[str, Any], beyond: int) -> None:
-    assert threads_beyond(UpConfig(**settings), n_cores=4) == beyond
+def test_real_engines_share_the_cores_by_a_board_and_fake_ones_need_none() -> None:
+    for kind, board in ((EngineKind.TRANSFORMERS, RUN_DIR / "cores"), (EngineKind.FAKE, None)):
+        plan = plan_mesh(UpConfig(engine=kind, threads=2), RUN_DIR, 8000)
+        workers = [config for config in _loaded(plan).values() if isinstance(config, PrefillConfig | DecodeConfig)]
+        assert [(worker.core_board, worker.threads) for worker in workers] == [(board, 2)] * 2

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from mooncake_mesh.config_layerwise import Overlap  # noqa: E402
 from mooncake_mesh.engine import attention_kernels as kernels  # noqa: E402
 from mooncake_mesh.engine import packing  # noqa: E402
-from mooncake_mesh.engine.attention import attention_pass  # noqa: E402
+from mooncake_mesh.engine.attention import SharingPass, attention_pass  # noqa: E402
 from mooncake_mesh.engine.attention_kernels import LayerCall, chunk_attention  # noqa: E402
 from mooncake_mesh.engine.fused_layer import FusedLayer  # noqa: E402
 from mooncake_mesh.engine.layer_loading import CopyThread  # noqa: E402
@@ -226,3 +226,40 @@ def test_float32_stays_as_it_is(tmp_path: Path) -> None:
     loaded = _load(tmp_path, dtype=KvDtype.FLOAT32)
     assert not packing.can_pack(loaded.model)
     assert _layers(loaded) == ["LlamaDecoderLayer"] * 3
+
+
+class Lent:
+    """Cores of which one is taken away in the middle of a forward."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    @property
+    def threads(self) -> int:
+        return 2 if len(self.told) < 3 else 1
+
+    def begin(self) -> None:
+        self.told.append("begin")
+
+    def end(self) -> None:
+        self.told.append("end")
+
+
+def test_a_forward_has_the_threads_that_it_is_given_in_each_layer() -> None:
+    cores = Lent()
+    seen: list[int] = []
+
+    class Layers:
+        def attend(self, call: LayerCall) -> Any:
+            seen.append(torch.get_num_threads())
+            return call.q
+
+    before = torch.get_num_threads()
+    try:
+        attention = SharingPass(Layers(), cores)
+        call, _, _ = _call(2, 3, torch.float32)
+        for _ in range(3):
+            attention.attend(call)
+    finally:
+        torch.set_num_threads(before)
+    assert (seen, cores.told) == ([2, 1, 1], ["begin"] * 4)

@@ -80,7 +80,7 @@ def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
                 **shared,
             )
         )
-        worker = {"messenger": messenger, **node, **_engine(config), **shared}
+        worker = {"messenger": messenger, **node, **_engine(config, run_dir), **shared}
         if role == "prefill":
             worker["chunk_tokens"] = config.chunk_tokens
         for index in range(count):
@@ -116,7 +116,7 @@ def _ssd(config: UpConfig, node_id: str) -> dict[str, Any]:
     return {"ssd_dir": config.ssd_dir / node_id, "ssd_bytes": config.ssd_bytes}
 
 
-def _engine(config: UpConfig) -> dict[str, Any]:
+def _engine(config: UpConfig, run_dir: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "engine": config.engine,
         "model": config.model,
@@ -126,6 +126,8 @@ def _engine(config: UpConfig) -> dict[str, Any]:
     }
     if config.engine is EngineKind.FAKE:
         settings["fake"] = config.fake
+    else:
+        settings["core_board"] = run_dir / "cores"
     return settings
 
 
@@ -138,15 +140,3 @@ def _ipc(run_dir: Path, name: str) -> str:
     path = str(run_dir / f"{name}.ipc")
     socket_path("run_dir", path)
     return f"ipc://{path}"
-
-
-def threads_beyond(config: UpConfig, n_cores: int) -> int:
-    """How many threads more than *n_cores* the instances compute with, where an instance has several; else 0.
-
-    Threads of one instance wait for each other hundreds of times a step. Where some of them have no core, each wait
-    lasts until the scheduler's next turn, and a busy mesh is tens of times as slow as with one thread for each.
-    """
-    if config.engine is EngineKind.FAKE or config.threads == 1:
-        return 0
-    instances = config.prefill * config.prefill_stages + config.decode
-    return max(0, config.threads * instances - n_cores)

@@ -39,7 +39,7 @@ from mooncake_mesh.cli.supervision import (
     TimePassed,
     UpAsked,
 )
-from mooncake_mesh.cli.topology import ChildSpec, MeshPlan, plan_mesh, threads_beyond
+from mooncake_mesh.cli.topology import ChildSpec, MeshPlan, plan_mesh
 from mooncake_mesh.config import UpConfig
 from mooncake_mesh.errors import ConfigError
 
@@ -53,8 +53,6 @@ def run(config: UpConfig, config_file: Path | None) -> int:
     telemetry.configure("up", "up", config.log_level, config.log_format)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the loop takes over: leave nothing behind
     try:
-        if beyond := threads_beyond(config, len(os.sched_getaffinity(0))):
-            log.warning("too_many_threads", beyond_cores=beyond, why="busy instances wait for each other's threads")
         config = replace(config, port=_free_port(config.host, config.port))
         with run_dir.held(config.run_dir) as folder:
             plan = plan_mesh(config, folder, config.port)

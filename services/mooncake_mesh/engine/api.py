@@ -137,6 +137,20 @@ class Drawn:
     logprob: TokenLogprob | None = None
 
 
+class Cores(Protocol):
+    """The cores of a machine that several instances compute on."""
+
+    @property
+    def threads(self) -> int:
+        """How many threads this instance may compute with now."""
+
+    def begin(self) -> None:
+        """It computes from now on. To be called again now and then."""
+
+    def end(self) -> None:
+        """It has done what it had to."""
+
+
 class Engine(Protocol):
     """A model that computes on the pages of an arena."""
 

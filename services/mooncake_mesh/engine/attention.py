@@ -14,8 +14,10 @@ from typing import Any, Final, Protocol
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from mooncake_mesh.engine.api import Cores
 from mooncake_mesh.engine.attention_kernels import LayerCall, causal_attention, chunk_attention, token_attention
-from mooncake_mesh.engine.kv_storage import ArenaPages, Context, Span
+from mooncake_mesh.engine.kv_storage import ArenaPages, Context, KeptContext, Span
+from mooncake_mesh.engine.native.kernels import Kernels, Places
 from mooncake_mesh.errors import InvariantViolated
 
 IMPLEMENTATION: Final = "mooncake_paged"
@@ -72,13 +74,37 @@ AttentionInterface.register(IMPLEMENTATION, paged_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
 
 
+class SharingPass:
+    """*inner*, with as many threads as *cores* give it at its start and at each layer."""
+
+    def __init__(self, inner: AttentionPass, cores: Cores) -> None:
+        self._inner = inner
+        self._cores = cores
+        self._share()
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        self._share()
+        return self._inner.attend(call)
+
+    def _share(self) -> None:
+        self._cores.begin()
+        torch.set_num_threads(self._cores.threads)
+
+
 class PrefillPass:
     """One chunk of one sequence. *store* gets each layer's K and V (2, kv_heads, tokens, head_dim), then it attends."""
 
-    def __init__(self, span: Span, context: Context, store: Callable[[int, torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        span: Span,
+        context: Context,
+        store: Callable[[int, torch.Tensor], None],
+        kernels: Kernels | None = None,
+    ) -> None:
         self._span = span
         self._context = context
         self._store = store
+        self._kernels = kernels
         self._masks: dict[tuple[int | None, int], torch.Tensor | None] = {}
 
     def attend(self, call: LayerCall) -> torch.Tensor:
@@ -86,6 +112,8 @@ class PrefillPass:
         kv = torch.cat((call.k, call.v))
         self._store(call.layer, kv)
         k, v = self._context.extend(call.layer, kv)
+        if self._kernels is not None and self._kernels.attend_chunks:
+            return self._kernels.chunk_attention(call, k, v)
         if call.q.is_cpu and call.q.shape[2] > 1 and (call.window is None or call.window >= span.end):
             return causal_attention(call, k, v)
         first = 0 if call.window is None else max(0, span.start + 1 - call.window)
@@ -106,11 +134,9 @@ class DecodePass:
     """One token of each of several sequences. The arena is written by :meth:`store`, once, after the last layer."""
 
     def __init__(self, arena: ArenaPages, spans: Sequence[Span], contexts: Sequence[Context]) -> None:
-        block_tokens = arena.layout.block_tokens
         self._arena = arena
         self._contexts = contexts
-        self._blocks = torch.tensor([span.blocks[span.start // block_tokens] for span in spans])
-        self._offsets = torch.tensor([span.start % block_tokens for span in spans])
+        self._blocks, self._offsets = _token_places(arena, spans)
         self._written: list[torch.Tensor] = []
 
     def attend(self, call: LayerCall) -> torch.Tensor:
@@ -132,6 +158,44 @@ class DecodePass:
     def store(self) -> None:
         """Write the K and V of all layers to the arena."""
         self._arena.write_tokens(self._blocks, self._offsets, torch.stack(self._written, dim=1).squeeze(4))
+
+
+class KernelDecodePass:
+    """As :class:`DecodePass` for the first layers of a model, by a kernel that writes into the contexts itself."""
+
+    def __init__(
+        self, arena: ArenaPages, spans: Sequence[Span], contexts: Sequence[KeptContext], kernels: Kernels
+    ) -> None:
+        self._arena = arena
+        self._places = Places([context.kv for context in contexts], [span.start for span in spans])
+        self._kernels = kernels
+        self._blocks, self._offsets = _token_places(arena, spans)
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        return self._kernels.token_attention(call, call.layer, self._places)
+
+    def store(self) -> None:
+        """Write the K and V of all layers to the arena."""
+        self._arena.write_tokens(self._blocks, self._offsets, self._places.newest())
+
+
+def decode_pass(
+    arena: ArenaPages, spans: Sequence[Span], contexts: Sequence[Context], kernels: Kernels | None
+) -> DecodePass | KernelDecodePass:
+    """The faster pass that serves all of *contexts*."""
+    kept = [context for context in contexts if isinstance(context, KeptContext)]
+    if kernels is None or len(kept) < len(contexts):
+        return DecodePass(arena, spans, contexts)
+    return KernelDecodePass(arena, spans, kept, kernels)
+
+
+def _token_places(arena: ArenaPages, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The block of each span's one token, and its place in there."""
+    block_tokens = arena.layout.block_tokens
+    return (
+        torch.tensor([span.blocks[span.start // block_tokens] for span in spans]),
+        torch.tensor([span.start % block_tokens for span in spans]),
+    )
 
 
 def _chunk_mask(span: Span, window: int | None, first: int, like: torch.Tensor) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ from typing import Final
 
 from mooncake_mesh import config as settings
 from mooncake_mesh.config_layerwise import LayerwiseConfig
-from mooncake_mesh.engine.api import Engine
+from mooncake_mesh.engine.api import Cores, Engine
 from mooncake_mesh.engine.fake import FakeConfig, FakeEngine, FakeOutput, FakeTiming
 from mooncake_mesh.errors import ConfigError, ModelError
 from mooncake_mesh.kv.layers import StagePart
@@ -18,8 +18,8 @@ _OUTPUTS: Final = {
 }
 
 
-def make_engine(config: WorkerConfig, part: StagePart | None = None) -> Engine:
-    """A loaded engine, or the *part* of it that a pipeline stage has, not yet bound to an arena.
+def make_engine(config: WorkerConfig, part: StagePart | None = None, cores: Cores | None = None) -> Engine:
+    """A loaded engine, or the *part* of it that a pipeline stage has, not yet bound to an arena; *cores* are shared.
 
     Raises ModelError, or ConfigError for an impossible fake one or part.
     """
@@ -37,6 +37,7 @@ def make_engine(config: WorkerConfig, part: StagePart | None = None) -> Engine:
         threads=config.threads,
         part=part,
         layerwise=config.layerwise if isinstance(config, settings.PrefillConfig) else LayerwiseConfig(),
+        cores=cores,
     )
 
 

@@ -7,7 +7,7 @@ and lets the MLP's activation, its product with the gate, and the sums with the 
 It serves layers of classes that are known to compute just that; whoever replaces them compares the model's logits.
 """
 
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as functional
@@ -20,14 +20,35 @@ from mooncake_mesh.engine.packing import PackedLinear
 _KNOWN: Final = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"})
 
 
-class Rotation:
-    """The sines of one forward with the signs that turning halves takes, worked out once for all its layers."""
+class RowMaths(Protocol):
+    """What a layer does with rows beside its products."""
+
+    def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """*rows* (.., size) divided by their root mean square, times *weight*."""
+
+    def turned(self, rows: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """The first *heads* heads of *rows* (batch, tokens, all heads, head_dim), turned; *rows* may be changed.
+
+        *cos* and *sin* are (batch, tokens, head_dim).
+        """
+
+
+class TorchRows:
+    """By torch's operations. The sines of one forward, with the signs that turning takes, are worked out once."""
 
     def __init__(self) -> None:
         self._of: torch.Tensor | None = None
         self._signed = torch.empty(0)
 
-    def signed(self, sin: torch.Tensor) -> torch.Tensor:
+    def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return functional.rms_norm(rows, weight.shape, weight, eps)
+
+    def turned(self, rows: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        turned = rows[:, :, :heads]
+        swapped = turned.unflatten(3, (2, -1)).flip(3).flatten(3)
+        return torch.addcmul(turned * cos.unsqueeze(2), swapped, self._with_signs(sin))
+
+    def _with_signs(self, sin: torch.Tensor) -> torch.Tensor:
         """*sin* (batch, tokens, head_dim) as (batch, tokens, 1, head_dim), the first half negative."""
         if self._of is not sin:
             first, second = sin.chunk(2, dim=-1)
@@ -38,10 +59,10 @@ class Rotation:
 class FusedLayer(nn.Module):
     """What *layer*, of transformers, computes. Reads its weights once and does not keep it."""
 
-    def __init__(self, layer: Any, rotation: Rotation) -> None:
+    def __init__(self, layer: Any, maths: RowMaths) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
-        self._rotation = rotation
+        self._maths = maths
         self._layer: int = attention.layer_idx
         self._scaling: float = attention.scaling
         self._window: int | None = getattr(attention, "sliding_window", None) or None
@@ -59,10 +80,9 @@ class FusedLayer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, *, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
     ) -> torch.Tensor:
-        size = self._norm.shape
-        rows = functional.rms_norm(hidden_states, size, self._norm, self._norm_eps)
+        rows = self._maths.rms_norm(hidden_states, self._norm, self._norm_eps)
         hidden = self._out.plus(self._attended(rows, position_embeddings), hidden_states)
-        rows = functional.rms_norm(hidden, size, self._mlp_norm, self._mlp_norm_eps)
+        rows = self._maths.rms_norm(hidden, self._mlp_norm, self._mlp_norm_eps)
         return self._down.plus(self._up.times(rows, self._gate.silu(rows)), hidden)
 
     def _attended(self, rows: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -71,13 +91,11 @@ class FusedLayer(nn.Module):
         cos, sin = position_embeddings
         turned_heads = self._heads + self._kv_heads
         qkv = self._qkv(rows).view(batch, tokens, -1, self._head_dim)
-        qk = qkv[:, :, :turned_heads]
-        swapped = qk.unflatten(3, (2, -1)).flip(3).flatten(3)
-        qk = torch.addcmul(qk * cos.unsqueeze(2), swapped, self._rotation.signed(sin))
+        qk = self._maths.turned(qkv, turned_heads, cos, sin)
         call = LayerCall(
             layer=self._layer,
             q=qk[:, :, : self._heads].transpose(1, 2),
-            k=qk[:, :, self._heads :].transpose(1, 2),
+            k=qk[:, :, self._heads : turned_heads].transpose(1, 2),
             v=qkv[:, :, turned_heads:].transpose(1, 2),
             scaling=self._scaling,
             window=self._window,

@@ -107,7 +107,7 @@ class Context(Protocol):
         """Add *kv* (2, kv_heads, end - start, head_dim); K and V (1, kv_heads, end, head_dim) of all positions."""
 
 
-class _Kept:
+class KeptContext:
     """A context kept between steps: ``kv`` (layers, 2, kv_heads, capacity, head_dim), the first ``length`` valid.
 
     It has the layers from ``first_layer`` on.
@@ -117,6 +117,7 @@ class _Kept:
         self.kv = kv
         self.length = length
         self._first_layer = first_layer
+        self._span = (0, 0)
         self._keys: tuple[torch.Tensor, ...] = ()
         self._values: tuple[torch.Tensor, ...] = ()
         self._new: tuple[torch.Tensor, ...] = ()
@@ -126,12 +127,20 @@ class _Kept:
         return self.kv.shape[3]
 
     def open(self, start: int, end: int) -> None:
-        """Make the views of all layers at once: far cheaper than layer by layer."""
+        """For a forward over positions *start* to *end*."""
+        self._span = (start, end)
+        self._keys = self._values = self._new = ()
+
+    def _view(self) -> None:
+        """Make the views of all layers at once: far cheaper than layer by layer. A kernel in C needs none."""
+        start, end = self._span
         self._keys = self.kv[:, 0:1, :, :end].unbind(0)
         self._values = self.kv[:, 1:2, :, :end].unbind(0)
         self._new = self.kv[:, :, :, start:end].unbind(0)
 
     def extend(self, layer: int, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._new:
+            self._view()
         index = layer - self._first_layer
         self._new[index].copy_(kv)
         return self._keys[index], self._values[index]
@@ -169,7 +178,7 @@ class ContextCache:
         self._arena = arena
         self._device = device
         self._budget_bytes = budget_bytes
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: OrderedDict[str, KeptContext] = OrderedDict()
 
     @property
     def kept_bytes(self) -> int:
@@ -218,19 +227,19 @@ class ContextCache:
         self._use(context, span)
         return context
 
-    def _place(self, span: Span, pinned: set[str]) -> _Kept | None:
+    def _place(self, span: Span, pinned: set[str]) -> KeptContext | None:
         """The sequence's context, with room for the span; None when there is none."""
         context = self._kept.get(span.sequence)
         if context is None or context.capacity < span.end:
             context = self._make_room(span, context, pinned)
         return context
 
-    def _use(self, context: _Kept, span: Span) -> None:
+    def _use(self, context: KeptContext, span: Span) -> None:
         context.length = span.start
         context.open(span.start, span.end)
         self._kept.move_to_end(span.sequence)
 
-    def _make_room(self, span: Span, old: _Kept | None, pinned: set[str]) -> _Kept | None:
+    def _make_room(self, span: Span, old: KeptContext | None, pinned: set[str]) -> KeptContext | None:
         """A new or larger context with the old one's content, or None (and no context) when the budget is too small."""
         layout = self._arena.layout
         capacity = max(span.end, len(span.blocks) * layout.block_tokens)
@@ -249,7 +258,7 @@ class ContextCache:
         if old is not None:
             length = min(old.length, span.start)
             kv[:, :, :, :length] = old.kv[:, :, :, :length]
-        context = self._kept[span.sequence] = _Kept(kv, length, self._layers.first)
+        context = self._kept[span.sequence] = KeptContext(kv, length, self._layers.first)
         return context
 
     def _evict_for(self, needed_bytes: int, pinned: set[str]) -> bool:

@@ -20,8 +20,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 
 from mooncake_mesh.engine.attention import IMPLEMENTATION, attention_pass
 from mooncake_mesh.engine.attention_kernels import LayerCall, chunk_attention
-from mooncake_mesh.engine.fused_layer import FusedLayer, Rotation, can_fuse
+from mooncake_mesh.engine.fused_layer import FusedLayer, TorchRows, can_fuse
 from mooncake_mesh.engine.kv_storage import torch_dtype
+from mooncake_mesh.engine.native.kernels import Kernels, kernels_for
 from mooncake_mesh.engine.packing import can_pack, pack
 from mooncake_mesh.engine.stage_model import first_and_last_hidden, stage_class, stage_config
 from mooncake_mesh.errors import ConfigError, ModelError, UnsupportedModel
@@ -60,13 +61,14 @@ _PROBE_TOLERANCE: Final = {KvDtype.FLOAT32: 1e-3, KvDtype.BFLOAT16: 0.1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """``layout`` is that of the whole model, of which ``layers`` are loaded."""
+    """``layout`` is that of the whole model, of which ``layers`` are loaded. ``kernels`` compute its attention."""
 
     model: PreTrainedModel
     layout: KvLayout
     vocab_size: int
     max_context_tokens: int
     layers: LayerRange
+    kernels: Kernels | None = None
 
 
 def load_model(
@@ -88,23 +90,25 @@ def load_model(
         probe_stage(model, layout, layers)
     else:
         probe_attention(model, layout)
+    kernels = kernels_for(model, layout)
     if can_pack(model):
-        _speed_up(model, layout, layers)
+        _speed_up(model, layout, layers, kernels)
     return LoadedModel(
         model=model,
         layout=layout,
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_position_embeddings,
         layers=layers,
+        kernels=kernels,
     )
 
 
-def _speed_up(model: Any, layout: KvLayout, layers: LayerRange) -> None:
+def _speed_up(model: Any, layout: KvLayout, layers: LayerRange, kernels: Kernels | None) -> None:
     """Pack the weights; layers that a faster one computes are replaced by it, where the results stay the same."""
     decoder_layers: Any = getattr(model.base_model, "layers", ())
-    rotation = Rotation()
+    maths = TorchRows() if kernels is None else kernels
     with torch.inference_mode():
-        fused = {index: FusedLayer(old, rotation) for index, old in enumerate(decoder_layers) if can_fuse(old)}
+        fused = {index: FusedLayer(old, maths) for index, old in enumerate(decoder_layers) if can_fuse(old)}
         differences = _differences(model, layout, layers, fused)
         for index, layer in fused.items():
             if differences[index] <= _PROBE_TOLERANCE[layout.dtype]:

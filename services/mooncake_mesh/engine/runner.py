@@ -10,8 +10,8 @@ import structlog
 import torch
 
 from mooncake_mesh.config_layerwise import LayerwiseConfig
-from mooncake_mesh.engine.api import DecodeSlot, Drawn, ModelSpec, PrefillChunk, TokenArray, TokenizerFile
-from mooncake_mesh.engine.attention import AttentionPass, DecodePass, PrefillPass, attention_pass
+from mooncake_mesh.engine.api import Cores, DecodeSlot, Drawn, ModelSpec, PrefillChunk, TokenArray, TokenizerFile
+from mooncake_mesh.engine.attention import AttentionPass, PrefillPass, SharingPass, attention_pass, decode_pass
 from mooncake_mesh.engine.kv_storage import ArenaPages, ContextCache, Span, torch_dtype
 from mooncake_mesh.engine.layer_loading import ChunkContexts
 from mooncake_mesh.engine.model import LoadedModel, load_model
@@ -32,7 +32,7 @@ class TransformersEngine:
 
     ``context_bytes`` bounds the device memory for contiguous K and V of sequences in work (see
     :mod:`mooncake_mesh.engine.kv_storage`); a sequence beyond it is slower, not wrong. ``layerwise`` says how prefill
-    copies KV between arena and device.
+    copies KV between arena and device. With ``cores`` a CPU engine has as many threads, in each layer, as they say.
     """
 
     def __init__(
@@ -44,9 +44,12 @@ class TransformersEngine:
         folder: Path,
         context_bytes: int = DEFAULT_CONTEXT_BYTES,
         layerwise: LayerwiseConfig = DEFAULT_LAYERWISE,
+        cores: Cores | None = None,
     ) -> None:
         self._model: Any = loaded.model
         self._folder = folder
+        self._kernels = loaded.kernels
+        self._cores = cores if loaded.model.device.type == "cpu" else None
         self._device = loaded.model.device
         self._layers = loaded.layers
         self._dtype = torch_dtype(loaded.layout.dtype)
@@ -87,6 +90,7 @@ class TransformersEngine:
         context_bytes: int = DEFAULT_CONTEXT_BYTES,
         part: StagePart | None = None,
         layerwise: LayerwiseConfig = DEFAULT_LAYERWISE,
+        cores: Cores | None = None,
     ) -> Self:
         """Find, check and load *model* (a folder, a hub id or the default model's name), or its *part* for a stage.
 
@@ -109,6 +113,7 @@ class TransformersEngine:
             folder=folder,
             context_bytes=context_bytes,
             layerwise=layerwise,
+            cores=cores,
         )
 
     @property
@@ -140,7 +145,7 @@ class TransformersEngine:
             draws = chunk.sample is not None and self._layers.has_head
             model, options = (self._model, self._last_only) if draws else (self._model.base_model, {})
             with self._chunks.open(span, on_layer) as opened:
-                attention = PrefillPass(span, opened.context, opened.stores.store)
+                attention = PrefillPass(span, opened.context, opened.stores.store, self._kernels)
                 output = self._forward(model, attention, [span], positions, inputs, **options)
             if not self._layers.has_head:
                 self._hidden(chunk.hidden_out).copy_(output.last_hidden_state[0])
@@ -169,7 +174,7 @@ class TransformersEngine:
         tokens = torch.tensor([[slot.token] for slot in batch])
         positions = torch.tensor([[slot.position] for slot in batch])
         with torch.inference_mode():
-            attention = DecodePass(self._arena, spans, self._contexts.open(spans))
+            attention = decode_pass(self._arena, spans, self._contexts.open(spans), self._kernels)
             output = self._forward(self._model, attention, spans, positions, {"input_ids": tokens}, **self._last_only)
             attention.store()
             return draw(output.logits[:, -1], [slot.sample for slot in batch])
@@ -184,6 +189,8 @@ class TransformersEngine:
         **options: int,
     ) -> Any:
         """Run *module*; the spans' contexts grow when it comes to its end, and are dropped when it does not."""
+        if self._cores is not None:
+            attention = SharingPass(attention, self._cores)
         try:
             with attention_pass(attention):
                 output = module(
@@ -195,6 +202,9 @@ class TransformersEngine:
         except BaseException:
             self._contexts.abandon(spans)
             raise
+        finally:
+            if self._cores is not None:
+                self._cores.end()
         self._contexts.commit(spans)
         return output
 

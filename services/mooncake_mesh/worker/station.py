@@ -14,6 +14,7 @@ from mooncake_mesh.engine.factory import make_engine
 from mooncake_mesh.errors import Draining, MeshError, MooncakeError, PeerUnreachable, Rejected
 from mooncake_mesh.kv.layers import StagePart
 from mooncake_mesh.mesh.arena import Holder
+from mooncake_mesh.mesh.core_board import CoreBoard
 from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.node_arena import NodeArena
@@ -99,10 +100,12 @@ class Station:
 
     async def load_engine(self, part: StagePart | None = None) -> Engine:
         """Make the engine, or its *part* for a stage, on its own thread, where it will live; or the one that is there.
-        Raises ModelError."""
+        Raises ModelError, or MeshError for a core board."""
         engine = None if self._home is None else self._home.engine
         if engine is None:
-            engine = await self.on_engine_thread(make_engine, self._config, part)
+            path = self._config.core_board
+            cores = None if path is None else CoreBoard(path, self._config.threads)
+            engine = await self.on_engine_thread(make_engine, self._config, part, cores)
         if self._home is not None:
             self._home.engine = engine
         self.grammars = Grammars(engine.vocabulary)
