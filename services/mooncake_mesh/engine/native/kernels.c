@@ -276,9 +276,9 @@ int has_chunk_attention(void)
 
 enum {
     TILE = 64,   /* keys, or elements of a head, that one product works out at a time */
-    TILES = 2,   /* of keys, whose scores are worked out before they weigh values */
+    TILES = 4,   /* of keys, whose scores are worked out before they weigh values */
     ROWS = 6,    /* of queries in one product: with four vectors each they fill the registers */
-    BLOCK = 96,  /* queries of one task, a multiple of ROWS */
+    BLOCK = 48,  /* queries of one task, a multiple of ROWS */
 };
 
 /* c (ROWS, 64) = or += a times b: a has rows of pairs of bfloat16, b (pairs, columns) such pairs, `stride` apart. */
@@ -337,38 +337,44 @@ typedef struct {
     float most[BLOCK], total[BLOCK], shrink[BLOCK];
     float scores[BLOCK][TILES * TILE] __attribute__((aligned(64)));
     bf16 weights[BLOCK][TILES * TILE] __attribute__((aligned(64)));
-    float mixed[BLOCK][MAX_HEAD_DIM] __attribute__((aligned(64)));
+    float mixed[BLOCK * MAX_HEAD_DIM] __attribute__((aligned(64))); /* (BLOCK, head_dim) */
 } Block;
 
-/* The scores of one row for n keys from `at` on become weights, relative to the greatest so far. */
+/* 2 to the power of x <= 0, to within rounding of a bfloat16; 0 for what is below -127. */
+INLINE __m512 power_of_two(__m512 x)
+{
+    x = _mm512_max_ps(x, _mm512_set1_ps(-150));
+    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = x - whole;
+    const __m512 p = 1.0f + r * (0.69314718f + r * (0.24022651f + r * (0.05550411f + r * 0.00961813f)));
+    return _mm512_scalef_ps(p, whole);
+}
+
+/* The scores of one row for n keys from `at` on become weights, relative to the greatest so far. `scaling` is that of
+ * scores, positive, times the binary logarithm of e: weights are powers of two. */
 INLINE void weigh(Block *block, int row, int64_t at, int n, int64_t window, float scaling)
 {
-    const ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int64_t position = block->positions[row];
     const int end = position - at + 1 < n ? position - at + 1 : n;                           /* keys below it are seen */
     const int first = window && position + 1 - window > at ? position + 1 - window - at : 0; /* and from here on */
-    floats *scores = (floats *)block->scores[row];
-    floats top = all(block->most[row]);
-    for (int i = 0; i < n / LANES; i++) {
-        floats s = scores[i] * scaling;
-        if (i * LANES + LANES > end || i * LANES < first) {
-            const ints key = lane + i * LANES;
-            s = choose((key < (end - (ints){})) & (key >= (first - (ints){})), s, all(-INFINITY));
-        }
-        scores[i] = s;
-        top = choose(s > top, s, top);
-    }
-    const float most = greatest(top), base = most == -INFINITY ? 0 : most;
-    block->shrink[row] = most == block->most[row] ? 1 : expf(block->most[row] - base);
+    float *scores = block->scores[row];
+    for (int key = 0; key < first; key++)
+        scores[key] = -INFINITY;
+    for (int key = end < 0 ? 0 : end; key < n; key++)
+        scores[key] = -INFINITY;
+    __m512 top = _mm512_set1_ps(block->most[row]);
+    for (int i = 0; i < n; i += LANES)
+        top = _mm512_max_ps(top, _mm512_load_ps(scores + i));
+    const float most = _mm512_reduce_max_ps(top), base = most == -INFINITY ? 0 : most * scaling;
+    block->shrink[row] = most == block->most[row] ? 1 : exp2f(block->most[row] * scaling - base);
     block->most[row] = most;
-    floats total = {};
-    for (int i = 0; i < n / LANES; i++) {
-        const floats w = exp_of(scores[i] - base);
+    __m512 total = _mm512_setzero_ps();
+    for (int i = 0; i < n; i += LANES) {
+        const __m512 w = power_of_two(_mm512_load_ps(scores + i) * scaling - base);
         total += w;
-        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)w);
-        memcpy(block->weights[row] + i * LANES, &rounded, sizeof rounded);
+        const __m256bh rounded = _mm512_cvtneps_pbh(w);
+        memcpy(block->weights[row] + i, &rounded, sizeof rounded);
     }
-    block->total[row] = block->total[row] * block->shrink[row] + sum(total);
+    block->total[row] = block->total[row] * block->shrink[row] + _mm512_reduce_add_ps(total);
 }
 
 static void attend_block(Block *block, int rows, const uint32_t *keys, const uint32_t *values, int64_t window,
@@ -386,11 +392,11 @@ static void attend_block(Block *block, int rows, const uint32_t *keys, const uin
             weigh(block, r, tile * TILE, n * TILE, window, scaling);
             if (block->shrink[r] != 1.0f)
                 for (int64_t i = 0; i < head_dim; i++)
-                    block->mixed[r][i] *= block->shrink[r];
+                    block->mixed[r * head_dim + i] *= block->shrink[r];
         }
         for (int64_t column = 0; column < head_dim; column += TILE)
             for (int r = 0; r < rows; r += ROWS)
-                multiply(block->mixed[r] + column, MAX_HEAD_DIM, block->weight_rows + r, values + tile * tile_size + column,
+                multiply(block->mixed + r * head_dim + column, head_dim, block->weight_rows + r, values + tile * tile_size + column,
                          head_dim, n * TILE / 2, 1);
     }
 }
@@ -432,14 +438,15 @@ void chunk_attention(const bf16 *q, int64_t q_stride, const bf16 *k, const bf16 
                 block.positions[r] = start + t;
                 block.most[r] = -INFINITY;
                 block.total[r] = 0;
-                memset(block.mixed[r], 0, head_dim * sizeof(float));
+                memset(block.mixed + r * head_dim, 0, head_dim * sizeof(float));
             }
-            attend_block(&block, rows, room + head * head_size, values_room + head * head_size, window, head_dim, scaling);
+            attend_block(&block, rows, room + head * head_size, values_room + head * head_size, window, head_dim,
+                         scaling * 1.44269504f);
             for (int64_t r = 0; r < n; r++) {
                 bf16 *to = out + ((token + r / groups) * kv_heads * groups + head * groups + r % groups) * head_dim;
                 const float share = 1.0f / block.total[r];
                 for (int64_t i = 0; i < head_dim; i += LANES)
-                    store(to + i, *(floats *)(block.mixed[r] + i) * share);
+                    store(to + i, *(floats *)(block.mixed + r * head_dim + i) * share);
             }
         }
     }
