@@ -182,10 +182,10 @@ PROMPT = [(7 * i * i + 3 * i + 1) % 64 for i in range(90)]
 BLOCK_TOKENS = 4
 
 
-def _served(folder: Path, context_bytes: int) -> tuple[list[int], Any]:
+def _served(folder: Path, context_bytes: int, threads: int = 1) -> tuple[list[int], Any]:
     """The tokens of a prompt in chunks and of two sequences' steps; and the arena."""
     engine = TransformersEngine.load(
-        str(folder), dtype=KvDtype.BFLOAT16, block_tokens=BLOCK_TOKENS, context_bytes=context_bytes
+        str(folder), dtype=KvDtype.BFLOAT16, block_tokens=BLOCK_TOKENS, context_bytes=context_bytes, threads=threads
     )
     arena = np.zeros(60 * engine.spec.layout.block_bytes, np.uint8)
     engine.bind(arena.data)
@@ -228,6 +228,13 @@ def test_a_model_computes_the_same_with_kernels_and_without(
         assert float((other - plain_kv).norm() / plain_kv.norm()) < 0.02
     assert sum(a == b for a, b in zip(with_kernels, without, strict=True)) >= len(without) - 1  # a near tie may flip
     assert sum(a == b for a, b in zip(gathered, without, strict=True)) >= len(without) - 1
+
+
+def test_a_models_results_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    (one, one_kv), (two, two_kv) = (_served(tmp_path, 1 << 30, threads=n) for n in (1, 2))
+    assert one == two
+    assert torch.equal(one_kv, two_kv)
 
 
 class Lent:
