@@ -7,19 +7,22 @@ import threading
 import pytest
 
 from mooncake_mesh.errors import ChecksumMismatch, SliceLost, TransferError
-from mooncake_mesh.messenger.transports import door, frames, link_auth
+from mooncake_mesh.messenger.transports import certificates, door, frames, link_auth
 from mooncake_mesh.messenger.transports.api import LinkLost, SealedSlice, SliceRefused
 from mooncake_mesh.messenger.transports.frames import Carriage, Hello, Kind, Verdict
 from mooncake_mesh.messenger.transports.outbound import WINDOW_FRAMES
 from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
 from mooncake_mesh.messenger.transports.streams import receive_exactly
-from mooncake_mesh.messenger.transports.tcp import tcp_connections
-from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
 from mooncake_mesh.messenger.transports.windows import slot_slice
-from tests.unit.transport_doubles import HOST, HandMadeReceiver, HandMadeSender, RecordingWindows, Relay, tcp_pair
+from tests.unit.transport_doubles import HOST, HandMadeReceiver, HandMadeSender, RecordingWindows, Relay, Tcp
 
 MiB = 1 << 20
 SECRET = bytes(range(32))
+
+
+@pytest.fixture(params=["clear", "encrypted"])
+def tcp(request: pytest.FixtureRequest) -> Tcp:
+    return Tcp(identity=certificates.new_identity() if request.param == "encrypted" else None)
 
 
 def _slices(memory: bytearray, slot_bytes: int, n: int, *, seal: bool = True) -> list[SealedSlice]:
@@ -28,9 +31,9 @@ def _slices(memory: bytearray, slot_bytes: int, n: int, *, seal: bool = True) ->
 
 @pytest.mark.parametrize("n_lanes", [1, 2, 3])
 @pytest.mark.parametrize("slot_bytes", [1, 4096, frames.INLINE_BYTES, frames.INLINE_BYTES + 1, 777_777, 5 * MiB])
-def test_bytes_arrive_in_their_slots(slot_bytes: int, n_lanes: int) -> None:
+def test_bytes_arrive_in_their_slots(slot_bytes: int, n_lanes: int, tcp: Tcp) -> None:
     async def run() -> None:
-        async with tcp_pair(3 * slot_bytes, n_lanes=n_lanes) as pair:
+        async with tcp.pair(3 * slot_bytes, n_lanes=n_lanes) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=slot_bytes, n_slots=3)
             await pair.path(token).send(_slices(pair.source, slot_bytes, 3))
             assert pair.target == pair.source
@@ -38,11 +41,11 @@ def test_bytes_arrive_in_their_slots(slot_bytes: int, n_lanes: int) -> None:
     asyncio.run(run())
 
 
-def test_transfers_without_end_open_no_more_connections() -> None:
+def test_transfers_without_end_open_no_more_connections(tcp: Tcp) -> None:
     async def run() -> None:
         relay = Relay()
         try:
-            async with tcp_pair(4096, n_lanes=2, via=relay) as pair:
+            async with tcp.pair(4096, n_lanes=2, via=relay) as pair:
                 for _ in range(50):
                     token = pair.windows.open(first_byte=0, slot_bytes=4096, n_slots=1)
                     await pair.path(token).send(_slices(pair.source, 4096, 1))
@@ -53,9 +56,9 @@ def test_transfers_without_end_open_no_more_connections() -> None:
     asyncio.run(run())
 
 
-def test_many_small_slices_of_several_transfers_at_once() -> None:
+def test_many_small_slices_of_several_transfers_at_once(tcp: Tcp) -> None:
     async def run() -> None:
-        async with tcp_pair(8 * 1000 * 300) as pair:
+        async with tcp.pair(8 * 1000 * 300) as pair:
             paths = [
                 pair.path(pair.windows.open(first_byte=part * 300_000, slot_bytes=300, n_slots=1000))
                 for part in range(8)
@@ -73,9 +76,9 @@ def test_many_small_slices_of_several_transfers_at_once() -> None:
     asyncio.run(run())
 
 
-def test_an_unknown_token_is_refused_and_the_link_goes_on() -> None:
+def test_an_unknown_token_is_refused_and_the_link_goes_on(tcp: Tcp) -> None:
     async def run() -> None:
-        async with tcp_pair(4 * MiB) as pair:
+        async with tcp.pair(4 * MiB) as pair:
             for size in (1000, MiB):
                 with pytest.raises(SliceRefused):
                     await pair.path(b"?" * 16).send(_slices(pair.source, size, 4))
@@ -89,9 +92,9 @@ def test_an_unknown_token_is_refused_and_the_link_goes_on() -> None:
 
 
 @pytest.mark.parametrize("size", [1000, 3 * MiB])
-def test_damaged_bytes_are_noticed(size: int) -> None:
+def test_damaged_bytes_are_noticed(size: int, tcp: Tcp) -> None:
     async def run() -> None:
-        async with tcp_pair(size) as pair:
+        async with tcp.pair(size) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=size, n_slots=1)
             batch = _slices(pair.source, size, 1)
             pair.source[size // 2] ^= 1
@@ -103,9 +106,9 @@ def test_damaged_bytes_are_noticed(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, frames.MAX_FRAME_BYTES + 1])
-def test_a_slice_that_no_frame_holds_is_an_error_of_the_caller(size: int) -> None:
+def test_a_slice_that_no_frame_holds_is_an_error_of_the_caller(size: int, tcp: Tcp) -> None:
     async def run() -> None:
-        async with tcp_pair(MiB) as pair:
+        async with tcp.pair(MiB) as pair:
             with pytest.raises(TransferError, match="a slice has"):
                 await pair.path(b"t" * 16).send([slot_slice(memoryview(pair.source), 0, 0, size, seal=False)])
             assert pair.windows.begun == 0
@@ -113,9 +116,9 @@ def test_a_slice_that_no_frame_holds_is_an_error_of_the_caller(size: int) -> Non
     asyncio.run(run())
 
 
-def test_a_revoked_window_takes_nothing_more() -> None:
+def test_a_revoked_window_takes_nothing_more(tcp: Tcp) -> None:
     async def run() -> None:
-        async with tcp_pair(MiB) as pair:
+        async with tcp.pair(MiB) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
             await pair.windows.revoke(token)
             with pytest.raises(SliceRefused):
@@ -150,10 +153,10 @@ def _read_to_end(connection: socket.socket) -> bytes:
         frames.HELLO.pack(frames.MAGIC, 0, b"s" * 16, 1, 0, 1)[:9],
     ],
 )
-def test_a_stranger_is_shown_the_door(hello: bytes) -> None:
+def test_a_stranger_is_shown_the_door(hello: bytes, tcp: Tcp) -> None:
     async def run() -> None:
-        async with tcp_pair(1000) as pair:
-            stranger = socket.create_connection((HOST, pair.listener.port), timeout=10)
+        async with tcp.pair(1000) as pair:
+            stranger = await asyncio.to_thread(tcp.connect, pair.listener.port)
             with stranger:
                 stranger.sendall(hello)
                 assert len(await asyncio.to_thread(_read_to_end, stranger)) == link_auth.CHALLENGE_BYTES
@@ -164,11 +167,11 @@ def test_a_stranger_is_shown_the_door(hello: bytes) -> None:
     asyncio.run(run())
 
 
-def test_strangers_who_say_nothing_do_not_keep_a_sender_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_who_say_nothing_do_not_keep_a_sender_out(monkeypatch: pytest.MonkeyPatch, tcp: Tcp) -> None:
     monkeypatch.setattr(door, "_MAX_CONNECTIONS", 4)
 
     async def run() -> None:
-        async with tcp_pair(1000) as pair:
+        async with tcp.pair(1000) as pair:
             strangers = [socket.create_connection((HOST, pair.listener.port), timeout=10) for _ in range(8)]
             token = pair.windows.open(first_byte=0, slot_bytes=1000, n_slots=1)
             await pair.path(token).send(_slices(pair.source, 1000, 1))
@@ -188,10 +191,10 @@ BAD_HELLOS = [
 
 
 @pytest.mark.parametrize("hello", BAD_HELLOS)
-def test_a_bad_hello_opens_nothing_even_with_the_secret(hello: Hello) -> None:
+def test_a_bad_hello_opens_nothing_even_with_the_secret(hello: Hello, tcp: Tcp) -> None:
     async def run() -> None:
-        async with tcp_pair(1000) as pair:
-            with socket.create_connection((HOST, pair.listener.port), timeout=10) as stranger:
+        async with tcp.pair(1000) as pair:
+            with await asyncio.to_thread(tcp.connect, pair.listener.port) as stranger:
                 challenge = await asyncio.to_thread(receive_exactly, stranger, link_auth.CHALLENGE_BYTES)
                 stranger.sendall(link_auth.answer(pair.secret, challenge, hello).said)
                 assert await asyncio.to_thread(_read_to_end, stranger) == b""
@@ -200,26 +203,26 @@ def test_a_bad_hello_opens_nothing_even_with_the_secret(hello: Hello) -> None:
     asyncio.run(run())
 
 
-def test_who_does_not_know_the_secret_reads_and_writes_nothing() -> None:
+def test_who_does_not_know_the_secret_reads_and_writes_nothing(tcp: Tcp) -> None:
     """Not with another secret, not with what a sender has said before, and not by taking a sender's link down."""
 
     async def run() -> None:
-        async with tcp_pair(MiB) as pair:
+        async with tcp.pair(MiB) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
-            stranger = tcp_connections(HOST, pair.listener.port, SECRET, 2)
+            stranger = tcp.connections(pair.listener.port, SECRET, 2)
             with pytest.raises(TransferError, match="cannot connect"):
                 await LinkPath(stranger, token, memoryview(pair.source)).send(_slices(pair.source, MiB, 1))
             stranger.close()
             assert not any(pair.target)
 
             hello = Hello(kind=Kind.CONTROL, sender=b"s" * 16, epoch=1, lane=0, n_lanes=1)
-            with socket.create_connection((HOST, pair.listener.port), timeout=10) as sender:
+            with await asyncio.to_thread(tcp.connect, pair.listener.port) as sender:
                 challenge = await asyncio.to_thread(receive_exactly, sender, link_auth.CHALLENGE_BYTES)
                 answer = link_auth.answer(pair.secret, challenge, hello)
                 sender.sendall(answer.said)
                 welcome = await asyncio.to_thread(receive_exactly, sender, link_auth.WELCOME_BYTES)
                 assert answer.is_welcome(welcome)
-                with socket.create_connection((HOST, pair.listener.port), timeout=10) as replayer:
+                with await asyncio.to_thread(tcp.connect, pair.listener.port) as replayer:
                     await asyncio.to_thread(receive_exactly, replayer, link_auth.CHALLENGE_BYTES)
                     replayer.sendall(answer.said)
                     assert await asyncio.to_thread(_read_to_end, replayer) == b""
@@ -229,13 +232,13 @@ def test_who_does_not_know_the_secret_reads_and_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize("impostor", ["silent", "deaf", "wrong"])
-def test_a_sender_sends_nothing_to_who_does_not_know_the_secret(impostor: str) -> None:
+def test_a_sender_sends_nothing_to_who_does_not_know_the_secret(impostor: str, tcp: Tcp) -> None:
     said: list[bytes] = []
 
     def pretend(listener: socket.socket) -> None:
         while True:
             try:
-                connection, _ = listener.accept()
+                connection = tcp.accept(listener)
             except OSError:
                 return
             with connection:
@@ -251,7 +254,7 @@ def test_a_sender_sends_nothing_to_who_does_not_know_the_secret(impostor: str) -
         with socket.create_server((HOST, 0)) as listener:
             thread = threading.Thread(target=pretend, args=(listener,))
             thread.start()
-            connections = tcp_connections(HOST, listener.getsockname()[1], b"?" * 32, 1)
+            connections = tcp.connections(listener.getsockname()[1], b"?" * 32, 1)
             with pytest.raises(TransferError, match="cannot connect"):
                 await connections.link()
             connections.close()
@@ -280,9 +283,9 @@ def _head(
         _head(payload_bytes=MiB) + frames.ENTRY.pack(0, 0, 1, MiB - 1, 0, 0),
     ],
 )
-def test_a_bad_head_ends_the_link(bad: bytes) -> None:
+def test_a_bad_head_ends_the_link(bad: bytes, tcp: Tcp) -> None:
     async def run() -> None:
-        async with tcp_pair(MiB) as pair:
+        async with tcp.pair(MiB) as pair:
             sender = await asyncio.to_thread(HandMadeSender, pair)
             sender.control.sendall(bad)
             assert await asyncio.to_thread(_read_to_end, sender.control) == b""
@@ -294,9 +297,9 @@ def test_a_bad_head_ends_the_link(bad: bytes) -> None:
 
 
 @pytest.mark.parametrize("payload_sent", [0, 1, MiB - 1, MiB])
-def test_a_sender_that_dies_in_a_frame_leaves_its_writes_over(payload_sent: int) -> None:
+def test_a_sender_that_dies_in_a_frame_leaves_its_writes_over(payload_sent: int, tcp: Tcp) -> None:
     async def run() -> None:
-        async with tcp_pair(MiB) as pair:
+        async with tcp.pair(MiB) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
             sender = await asyncio.to_thread(HandMadeSender, pair)
             sender.control.sendall(_head(token=token) + frames.ENTRY.pack(0, 0, 1, MiB, 0, 0))
@@ -310,9 +313,9 @@ def test_a_sender_that_dies_in_a_frame_leaves_its_writes_over(payload_sent: int)
     asyncio.run(run())
 
 
-def test_a_lane_out_of_step_ends_the_link() -> None:
+def test_a_lane_out_of_step_ends_the_link(tcp: Tcp) -> None:
     async def run() -> None:
-        async with tcp_pair(MiB) as pair:
+        async with tcp.pair(MiB) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
             sender = await asyncio.to_thread(HandMadeSender, pair)
             sender.control.sendall(_head(token=token) + frames.ENTRY.pack(0, 0, 1, MiB, 0, 0))
@@ -324,9 +327,9 @@ def test_a_lane_out_of_step_ends_the_link() -> None:
     asyncio.run(run())
 
 
-def test_a_given_up_frame_is_reported_as_lost() -> None:
+def test_a_given_up_frame_is_reported_as_lost(tcp: Tcp) -> None:
     async def run() -> None:
-        async with tcp_pair(MiB) as pair:
+        async with tcp.pair(MiB) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
             sender = await asyncio.to_thread(HandMadeSender, pair)
             sender.control.sendall(_head(token=token) + frames.ENTRY.pack(0, 0, 1, MiB, 0, 0))
@@ -347,14 +350,14 @@ def _received(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("reads_on", [True, False])
-def test_memory_is_not_read_after_a_cancel(reads_on: bool) -> None:
+def test_memory_is_not_read_after_a_cancel(reads_on: bool, tcp: Tcp) -> None:
     """The peer stalls in the middle of a frame; whether or not it goes on later, it sees no byte of the new content."""
     size = 16 * MiB
 
     async def run() -> None:
-        receiver = HandMadeReceiver()
+        receiver = HandMadeReceiver(tcp)
         memory = bytearray(b"\x01") * size
-        connections = tcp_connections(HOST, receiver.port, receiver.secret, 1)
+        connections = tcp.connections(receiver.port, receiver.secret, 1)
         welcome = asyncio.get_running_loop().run_in_executor(None, receiver.welcome, 1)
         path = LinkPath(connections, b"t" * 16, memoryview(memory))
         async with asyncio.TaskGroup() as tasks:
@@ -380,11 +383,11 @@ def test_memory_is_not_read_after_a_cancel(reads_on: bool) -> None:
     asyncio.run(run())
 
 
-def test_a_window_of_frames_is_under_way_and_no_more() -> None:
+def test_a_window_of_frames_is_under_way_and_no_more(tcp: Tcp) -> None:
     async def run() -> None:
-        receiver = HandMadeReceiver()
+        receiver = HandMadeReceiver(tcp)
         memory = bytearray(100)
-        connections = tcp_connections(HOST, receiver.port, receiver.secret, 1)
+        connections = tcp.connections(receiver.port, receiver.secret, 1)
         welcome = asyncio.get_running_loop().run_in_executor(None, receiver.welcome, 1)
         path = LinkPath(connections, b"t" * 16, memoryview(memory))
         async with asyncio.TaskGroup() as tasks:
@@ -409,9 +412,9 @@ def test_a_window_of_frames_is_under_way_and_no_more() -> None:
     asyncio.run(run())
 
 
-def test_a_submission_tells_when_it_is_over() -> None:
+def test_a_submission_tells_when_it_is_over(tcp: Tcp) -> None:
     async def run() -> None:
-        async with tcp_pair(4 * MiB) as pair:
+        async with tcp.pair(4 * MiB) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=4)
             submission = await pair.path(token).submit(_slices(pair.source, MiB, 4))
             over = asyncio.Event()
@@ -425,10 +428,10 @@ def test_a_submission_tells_when_it_is_over() -> None:
     asyncio.run(run())
 
 
-def test_a_cut_link_is_opened_again_and_the_rest_is_sent() -> None:
+def test_a_cut_link_is_opened_again_and_the_rest_is_sent(tcp: Tcp) -> None:
     async def run() -> None:
         relay = Relay()
-        async with tcp_pair(8 * MiB, via=relay) as pair:
+        async with tcp.pair(8 * MiB, via=relay) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=8)
             relay.cut_after(3 * MiB + MiB // 2)  # in the middle of a slice: whole ones come to no such sum
             await pair.path(token).send(_slices(pair.source, MiB, 8))
@@ -441,7 +444,7 @@ def test_a_cut_link_is_opened_again_and_the_rest_is_sent() -> None:
     asyncio.run(run())
 
 
-def test_a_receiver_that_restarts_is_reached_again() -> None:
+def test_a_receiver_that_restarts_is_reached_again(tcp: Tcp) -> None:
     async def run() -> None:
         target = bytearray(MiB)
         source = bytearray(b"\x05") * MiB
@@ -449,9 +452,9 @@ def test_a_receiver_that_restarts_is_reached_again() -> None:
         connections: Connections | None = None
         for _ in range(2):
             windows = RecordingWindows(MiB)
-            listener = TcpListener(HOST, port, memoryview(target), windows, secret=SECRET)
+            listener = tcp.listener(port, target, windows, SECRET)
             port = listener.port
-            connections = connections or tcp_connections(HOST, port, SECRET, 2)
+            connections = connections or tcp.connections(port, SECRET, 2)
             token = windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
             target[:] = bytes(MiB)
             await LinkPath(connections, token, memoryview(source)).send(_slices(source, MiB, 1))
@@ -463,12 +466,12 @@ def test_a_receiver_that_restarts_is_reached_again() -> None:
     asyncio.run(run())
 
 
-def test_a_receiver_that_is_not_there_is_an_error_and_then_rests() -> None:
+def test_a_receiver_that_is_not_there_is_an_error_and_then_rests(tcp: Tcp) -> None:
     with socket.create_server((HOST, 0)) as gone:
         port = gone.getsockname()[1]
 
     async def run() -> None:
-        connections = tcp_connections(HOST, port, SECRET, 2)
+        connections = tcp.connections(port, SECRET, 2)
         for _ in range(2):
             with pytest.raises(TransferError, match="cannot connect"):
                 await connections.link()
@@ -477,18 +480,20 @@ def test_a_receiver_that_is_not_there_is_an_error_and_then_rests() -> None:
     asyncio.run(run())
 
 
-def test_a_closed_listener_writes_no_more() -> None:
+def test_a_closed_listener_writes_no_more(tcp: Tcp) -> None:
     """A frame is half way when the receiver closes: close() returns when its lane has let go."""
 
     async def run() -> None:
-        async with tcp_pair(MiB) as pair:
+        async with tcp.pair(MiB) as pair:
             token = pair.windows.open(first_byte=0, slot_bytes=MiB, n_slots=1)
             sender = await asyncio.to_thread(HandMadeSender, pair)
             sender.control.sendall(_head(token=token) + frames.ENTRY.pack(0, 0, 1, MiB, 0, 0))
             await asyncio.to_thread(sender.lanes[0].sendall, bytes(1000))
             await pair.listener.close()
             assert [type(error) for error in pair.windows.ends] == [LinkLost]
-            assert not [thread for thread in threading.enumerate() if thread.name == "kv-receive"]
+            for lane in [thread for thread in threading.enumerate() if thread.name == "kv-receive"]:
+                lane.join(10)  # it has told the loop that it let go, and does nothing after that but end
+                assert not lane.is_alive()
             sender.close()
 
     asyncio.run(run())

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from mooncake_mesh.errors import TransferError
 from mooncake_mesh.messenger.landing import Destination
-from mooncake_mesh.messenger.transports import link_auth
+from mooncake_mesh.messenger.transports import link_auth, tls
 from mooncake_mesh.messenger.transports.api import Incoming
 from mooncake_mesh.messenger.transports.frames import Hello, Kind
 from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
 from mooncake_mesh.messenger.transports.streams import receive_exactly
 from mooncake_mesh.messenger.transports.tcp import tcp_connections
 from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
+from mooncake_mesh.messenger.transports.tls import Identity
 from mooncake_mesh.messenger.transports.windows import Windows
 
 HOST = "127.0.0.1"
@@ -52,32 +53,65 @@ class Pair:
     listener: TcpListener
     connections: Connections
     secret: bytes
+    tcp: "Tcp"
 
     def path(self, token: bytes) -> LinkPath:
         return LinkPath(self.connections, token, memoryview(self.source))
 
 
-@asynccontextmanager
-async def tcp_pair(size_bytes: int, *, n_lanes: int = 2, via: "Relay | None" = None) -> AsyncIterator[Pair]:
-    source = bytearray((_PATTERN * (size_bytes // len(_PATTERN) + 1))[:size_bytes])
-    target = bytearray(size_bytes)
-    windows = RecordingWindows(size_bytes)
-    secret = link_auth.new_secret()
-    listener = TcpListener(HOST, 0, memoryview(target), windows, secret=secret)
-    if via is not None:
-        via.port_behind = listener.port
-    connections = tcp_connections(HOST, via.port if via is not None else listener.port, secret, n_lanes)
-    try:
-        yield Pair(source, target, windows, listener, connections, secret)
-    finally:
-        connections.close()
-        await listener.close()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tcp:
+    """One kind of link over TCP: encrypted where there is an identity."""
+
+    identity: Identity | None
+
+    @property
+    def fingerprint(self) -> bytes:
+        return b"" if self.identity is None else self.identity.fingerprint
+
+    def listener(self, port: int, target: bytearray, windows: Windows, secret: bytes) -> TcpListener:
+        return TcpListener(HOST, port, memoryview(target), windows, secret=secret, identity=self.identity)
+
+    def connections(self, port: int, secret: bytes, n_lanes: int) -> Connections:
+        return tcp_connections(HOST, port, secret, n_lanes, fingerprint=self.fingerprint)
+
+    def connect(self, port: int) -> socket.socket:
+        """A connection that has said nothing yet but what TLS says. Blocks."""
+        connection = socket.create_connection((HOST, port), timeout=10)
+        return connection if self.identity is None else tls.connect(connection, self.fingerprint)
+
+    def accept(self, listener: socket.socket) -> socket.socket:
+        """As :meth:`connect`, from the other end."""
+        connection, _ = listener.accept()
+        connection.settimeout(10)
+        if self.identity is None:
+            return connection
+        encrypted = self.identity.accept(connection)
+        encrypted.do_handshake()
+        return encrypted
+
+    @asynccontextmanager
+    async def pair(self, size_bytes: int, *, n_lanes: int = 2, via: "Relay | None" = None) -> AsyncIterator[Pair]:
+        source = bytearray((_PATTERN * (size_bytes // len(_PATTERN) + 1))[:size_bytes])
+        target = bytearray(size_bytes)
+        windows = RecordingWindows(size_bytes)
+        secret = link_auth.new_secret()
+        listener = self.listener(0, target, windows, secret)
+        if via is not None:
+            via.port_behind = listener.port
+        connections = self.connections(via.port if via is not None else listener.port, secret, n_lanes)
+        try:
+            yield Pair(source, target, windows, listener, connections, secret, self)
+        finally:
+            connections.close()
+            await listener.close()
 
 
 class HandMadeSender:
     """A sender that says what the test wants. Blocking: call it on a thread."""
 
     def __init__(self, pair: Pair, *, n_lanes: int = 1) -> None:
+        self._tcp = pair.tcp
         self._port = pair.listener.port
         self._secret = pair.secret
         self._n_lanes = n_lanes
@@ -85,7 +119,7 @@ class HandMadeSender:
         self.lanes = [self._open(Kind.LANE, lane) for lane in range(n_lanes)]
 
     def _open(self, kind: Kind, lane: int) -> socket.socket:
-        connection = socket.create_connection((HOST, self._port), timeout=10)
+        connection = self._tcp.connect(self._port)
         hello = Hello(kind=kind, sender=b"s" * 16, epoch=1, lane=lane, n_lanes=self._n_lanes)
         challenge = receive_exactly(connection, link_auth.CHALLENGE_BYTES)
         answer = link_auth.answer(self._secret, challenge, hello)
@@ -101,7 +135,8 @@ class HandMadeSender:
 class HandMadeReceiver:
     """A receiver that welcomes one link and then does what the test wants. Blocking: call it on a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, tcp: Tcp) -> None:
+        self._tcp = tcp
         self._listener = socket.create_server((HOST, 0))
         self.port = self._listener.getsockname()[1]
         self.secret = link_auth.new_secret()
@@ -109,8 +144,7 @@ class HandMadeReceiver:
 
     def welcome(self, n_lanes: int) -> None:
         for _ in range(1 + n_lanes):
-            connection, _ = self._listener.accept()
-            connection.settimeout(10)
+            connection = self._tcp.accept(self._listener)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
             challenge = link_auth.Challenge(self.secret)
             connection.sendall(challenge.data)
@@ -126,7 +160,7 @@ class HandMadeReceiver:
 class Relay:
     """Passes connections on to ``port_behind``; :meth:`cut_after` ends all of them after so many bytes on one.
 
-    ``accepted`` counts them.
+    ``accepted`` counts them, ``seen`` is what passed on any, as it came.
     """
 
     def __init__(self) -> None:
@@ -134,6 +168,7 @@ class Relay:
         self.port = self._listener.getsockname()[1]
         self.port_behind = 0
         self.cuts = self.accepted = 0
+        self.seen = bytearray()
         self._budget: int | None = None
         self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -170,6 +205,7 @@ class Relay:
     def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
         try:
             while data := source.recv(1 << 14):
+                self.seen += data
                 target.sendall(data)
                 if self._budget is not None:
                     self._budget -= len(data)

@@ -5,15 +5,30 @@ slice never names an address at the other end: it names a span of a logical bloc
 before the first byte, where that goes and whether it may. So a receiver can end a transfer alone.
 """
 
+import enum
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import xxhash
 
+from mooncake_mesh.config import TransportKind
 from mooncake_mesh.errors import TransferError
 from mooncake_mesh.messenger.landing import Destination, SliceSpan
 from mooncake_mesh.messenger.sending import OutgoingSlice
+
+
+class TcpKind(enum.Enum):
+    """Whether a link over TCP is encrypted, by the names on the wire: an end that wants it meets none that does not."""
+
+    CLEAR = "tcp"
+    TLS = "tcp+tls"
+
+
+def offers(transport: TransportKind, tcp: TcpKind) -> tuple[str, ...]:
+    """What a messenger set to *transport* uses, best first, by the names on the wire."""
+    kinds = (TransportKind.SHM, TransportKind.TCP) if transport is TransportKind.AUTO else (transport,)
+    return tuple(tcp.value if kind is TransportKind.TCP else kind.value for kind in kinds)
 
 
 class LinkLost(TransferError):
@@ -67,7 +82,7 @@ class SendPath(Protocol):
 
     @property
     def name(self) -> str:
-        """As in the configuration: shm, tcp or rdma."""
+        """As on the wire: shm, tcp, tcp+tls or rdma."""
 
     async def send(self, batch: Sequence[SealedSlice]) -> None:
         """Return when the receiver has acknowledged every slice as written and verified. Raises TransferError.

@@ -29,6 +29,9 @@ more. Raises BlockingIOError to be called again, and OSError, ValueError or Fram
 Meet = Callable[[socket.socket], Hear]
 """Gets each connection first; returns how to hear its hello. Raises OSError or FrameError to have it dismissed."""
 
+Dress = Callable[[socket.socket], socket.socket]
+"""Makes of each connection, which does not block, the one that is met and heard. Raises OSError, and closes it then."""
+
 
 class Door:
     """Accepts on *listener*, which is the door's from now on. Create on the loop.
@@ -36,12 +39,15 @@ class Door:
     The transport *name* is for the log, which says of no more than a few strangers that they were dismissed.
     """
 
-    def __init__(self, name: str, listener: socket.socket, links: LinkTable, meet: Meet) -> None:
+    def __init__(
+        self, name: str, listener: socket.socket, links: LinkTable, meet: Meet, dress: Dress = lambda naked: naked
+    ) -> None:
         listener.setblocking(False)
         self._name = name
         self._listener = listener
         self._links = links
         self._meet = meet
+        self._dress = dress
         self._allowance = LogAllowance()
         self._loop = asyncio.get_running_loop()
         self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
@@ -63,7 +69,9 @@ class Door:
 
     def _accept(self) -> None:
         try:
-            connection, peer = self._listener.accept()
+            accepted, peer = self._listener.accept()
+            accepted.setblocking(False)
+            connection = self._dress(accepted)
         except OSError as error:
             log.info("accept_failed", transport=self._name, error=str(error))
             return
@@ -73,7 +81,6 @@ class Door:
             log.warning("connection_refused", transport=self._name, peer=str(peer), open=self.n_connections)
             connection.close()
             return
-        connection.setblocking(False)
         self._strangers[connection] = self._loop.call_later(_HELLO_TIMEOUT_S, self._dismiss, connection, "no hello")
         try:
             hear = self._meet(connection)

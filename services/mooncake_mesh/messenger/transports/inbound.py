@@ -92,6 +92,7 @@ class InboundLink:
     def start(self, control: socket.socket) -> None:
         if self._is_dead:
             raise FrameError("the link has ended")
+        control.setblocking(False)
         self._control = control
         self._loop.add_reader(control, self._read_control)
 
@@ -130,7 +131,7 @@ class InboundLink:
     def _read_control(self) -> None:
         assert self._control is not None
         try:
-            got = self._control.recv_into(memoryview(self._inbox)[self._filled :], 0, socket.MSG_DONTWAIT)
+            got = self._control.recv_into(memoryview(self._inbox)[self._filled :])
         except BlockingIOError:
             return
         except OSError as error:
@@ -219,7 +220,7 @@ class InboundLink:
         if control is None:
             return
         try:
-            control.send(frames.ACK.pack(frame.head.frame, verdict), socket.MSG_DONTWAIT)
+            control.send(frames.ACK.pack(frame.head.frame, verdict))
         except OSError as error:
             why = f"acknowledgement undeliverable: {error}"
             tell(self._loop, lambda: self.die(why))

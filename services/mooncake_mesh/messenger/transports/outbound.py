@@ -25,6 +25,8 @@ from mooncake_mesh.messenger.transports.streams import pieces_of, send_group, sh
 WINDOW_BYTES: Final = 32 << 20
 WINDOW_FRAMES: Final = 64
 _CANCEL_GRACE_S: Final = 0.5
+_ACKS_BYTES: Final = 16 << 10
+"""Read in one go; no less than a TLS record (see tls.py)."""
 _ZEROS: Final = memoryview(bytes(1 << 20))
 
 
@@ -63,6 +65,7 @@ class OutboundLink:
     def __init__(self, name: str, control: socket.socket, lanes: Sequence[socket.socket]) -> None:
         self._name = name
         self._loop = asyncio.get_running_loop()
+        control.setblocking(False)
         self._control = control
         self._lanes = lanes
         self._jobs: list[SimpleQueue[tuple[OutboundFrame, int, int] | None]] = [SimpleQueue() for _ in lanes]
@@ -146,7 +149,7 @@ class OutboundLink:
         sent = 0
         if not self._outbox:
             try:
-                sent = self._control.sendmsg(views, (), socket.MSG_DONTWAIT)
+                sent = self._control.sendmsg(views)
             except BlockingIOError:
                 sent = 0
             except OSError as error:
@@ -159,7 +162,7 @@ class OutboundLink:
 
     def _flush(self) -> None:
         try:
-            sent = self._control.send(self._outbox, socket.MSG_DONTWAIT)
+            sent = self._control.send(self._outbox)
         except BlockingIOError:
             return
         except OSError as error:
@@ -171,7 +174,7 @@ class OutboundLink:
 
     def _read_acks(self) -> None:
         try:
-            data = self._control.recv(4096, socket.MSG_DONTWAIT)
+            data = self._control.recv(_ACKS_BYTES)
         except BlockingIOError:
             return
         except OSError as error:

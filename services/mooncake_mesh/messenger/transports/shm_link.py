@@ -112,7 +112,6 @@ class ShmListener:
 
     def _welcome(self, connection: socket.socket, link: InboundLink, source: mmap.mmap) -> None:
         try:
-            connection.setblocking(True)
             link.start(connection)
             for index in range(link.hello.n_lanes):
                 link.add_lane(index, MappedLane(source, connection))

@@ -1,6 +1,7 @@
 """Blocking sockets: whole lists of memory in and out, options, and closing under a blocked thread."""
 
 import socket
+import ssl
 import struct
 from typing import Final
 
@@ -15,16 +16,12 @@ _KEEPALIVE_S: Final = 10
 
 
 def tune(connection: socket.socket, *, timeout_s: float) -> None:
-    """Blocking mode with kernel timeouts, no Nagle, the silent end of an idle connection noticed, buffers to measure.
+    """Blocking mode with timeouts, no Nagle, the silent end of an idle connection noticed, buffers to measure.
 
     On loopback a large buffer only means that the bytes have left the cache before they are copied out again; across a
     network the kernel's own tuning stays on, which must cover bandwidth times delay.
     """
-    connection.settimeout(None)
-    whole_s = int(timeout_s)
-    limit = struct.pack("ll", whole_s, int((timeout_s - whole_s) * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    _limit_waits(connection, timeout_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
@@ -33,6 +30,18 @@ def tune(connection: socket.socket, *, timeout_s: float) -> None:
     if connection.getsockname()[0] == connection.getpeername()[0]:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_BUFFER_BYTES)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SAME_HOST_BUFFER_BYTES)
+
+
+def _limit_waits(connection: socket.socket, timeout_s: float) -> None:
+    """By the kernel, which costs no call of its own; under TLS by Python, as its ssl goes on after the kernel's end."""
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(timeout_s)
+        return
+    connection.settimeout(None)
+    whole_s = int(timeout_s)
+    limit = struct.pack("ll", whole_s, int((timeout_s - whole_s) * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def shut(connection: socket.socket) -> None:

@@ -10,13 +10,14 @@ import structlog
 
 from mooncake_mesh.errors import MeshError, SliceLost
 from mooncake_mesh.messenger.transports import frames, link_auth
-from mooncake_mesh.messenger.transports.api import Landings
+from mooncake_mesh.messenger.transports.api import Landings, TcpKind
 from mooncake_mesh.messenger.transports.door import Door, Hear
 from mooncake_mesh.messenger.transports.frames import Carriage, FrameError, Hello, Kind
 from mooncake_mesh.messenger.transports.inbound import InboundLink
 from mooncake_mesh.messenger.transports.inbound_frame import InboundFrame
 from mooncake_mesh.messenger.transports.link_table import LinkTable
 from mooncake_mesh.messenger.transports.streams import pieces_of, receive_group, shut, tune
+from mooncake_mesh.messenger.transports.tls import AfterHandshake, Identity
 
 log = structlog.get_logger(__name__)
 
@@ -27,10 +28,20 @@ _SCRATCH_BYTES: Final = 64 << 10
 class TcpListener:
     """Accepts links and lands their frames in *memory*. ``port`` is the one really bound. Create on the loop.
 
-    Only who knows *secret* may open a link (link_auth.py). Who does not is logged, within bounds.
+    Only who knows *secret* may open a link (link_auth.py). Who does not is logged, within bounds. With an *identity*
+    all is encrypted (tls.py).
     """
 
-    def __init__(self, host: str, port: int, memory: memoryview, landings: Landings, *, secret: bytes) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        memory: memoryview,
+        landings: Landings,
+        *,
+        secret: bytes,
+        identity: Identity | None = None,
+    ) -> None:
         try:
             listener = socket.create_server((host, port), backlog=64)
         except OSError as error:
@@ -41,7 +52,10 @@ class TcpListener:
         self._landings = landings
         self._loop = asyncio.get_running_loop()
         self._links = LinkTable()
-        self._door = Door("tcp", listener, self._links, self._meet)
+        if identity is None:
+            self._door = Door(TcpKind.CLEAR.value, listener, self._links, self._meet)
+        else:
+            self._door = Door(TcpKind.TLS.value, listener, self._links, self._let_shake_hands, identity.accept)
 
     @property
     def n_connections(self) -> int:
@@ -50,6 +64,9 @@ class TcpListener:
     async def close(self) -> None:
         """End all links. Returns when no thread writes to the memory any more."""
         await self._door.close()
+
+    def _let_shake_hands(self, _: socket.socket) -> Hear:
+        return AfterHandshake(self._meet)
 
     def _meet(self, connection: socket.socket) -> Hear:
         challenge = link_auth.Challenge(self._secret)
