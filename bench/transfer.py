@@ -41,6 +41,8 @@ PATHS: Final = (
     MeasuredPath(label="shm, one copy, checksums", rig="links", op="shm-sealed"),
     MeasuredPath(label="tcp", rig="links", op="tcp", sizes=_ALL_SIZES),
     MeasuredPath(label="tcp, checksums", rig="links", op="tcp-sealed"),
+    MeasuredPath(label="tcp, TLS", rig="links", op="tls", sizes=_ALL_SIZES),
+    MeasuredPath(label="tcp, TLS, checksums", rig="links", op="tls-sealed"),
     MeasuredPath(label="shm, one copy, 2 MiB pages", rig="links-huge", op="shm", sizes=_ALL_SIZES),
     MeasuredPath(label="tcp, 2 MiB pages", rig="links-huge", op="tcp", sizes=_ALL_SIZES),
     *[

@@ -1,7 +1,8 @@
 """This project's transports as a library, two processes: ``python -m bench.transfer_links PAGES``.
 
-Ops: ``tcp`` and ``shm`` (one copy), the same with ``-sealed`` (a checksum for every slice, taken in the measured time),
-and ``handoff`` (no copy; a call ends when the reader has looked at the generations and released the batch).
+Ops: ``tcp``, ``tls`` (the same, encrypted) and ``shm`` (one copy); each with ``-sealed`` (a checksum for every slice,
+taken in the measured time); and ``handoff`` (no copy; a call ends when the reader has looked at the generations and
+released the batch).
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from bench.transfer_child import (
 )
 from mooncake_mesh.config import PagesKind
 from mooncake_mesh.mesh.arena_memory import Arena
+from mooncake_mesh.messenger.transports.certificates import new_identity
 from mooncake_mesh.messenger.transports.handoff import Generations, Handed, HandOffOwner, HandOffReader
 from mooncake_mesh.messenger.transports.link_auth import new_secret
 from mooncake_mesh.messenger.transports.paths import LinkPath
@@ -66,6 +68,8 @@ async def _receive(folder: Path, pages: PagesKind) -> None:
     windows = Windows(POOL_BYTES)
     secret = new_secret()
     tcp = TcpListener("127.0.0.1", 0, memory, windows, secret=secret)
+    identity = new_identity()
+    encrypted = TcpListener("127.0.0.1", 0, memory, windows, secret=secret, identity=identity)
     shm = ShmListener(folder / "kv", memory, windows)
     tokens = {
         str(size): windows.open(first_byte=0, slot_bytes=size, n_slots=POOL_BYTES // size).hex() for size in _SLOT_SIZES
@@ -75,10 +79,13 @@ async def _receive(folder: Path, pages: PagesKind) -> None:
         listener.listen()
         async with asyncio.TaskGroup() as tasks:
             readers = tasks.create_task(asyncio.to_thread(_take_hand_offs, listener, asyncio.get_running_loop()))
-            await asyncio.to_thread(be_other_end, {"port": str(tcp.port), "secret": secret.hex(), **tokens})
+            where = {"port": str(tcp.port), "tls_port": str(encrypted.port), "secret": secret.hex()}
+            where["fingerprint"] = identity.fingerprint.hex()
+            await asyncio.to_thread(be_other_end, {**where, **tokens})
             listener.shutdown(socket.SHUT_RDWR)
             await readers
     await tcp.close()
+    await encrypted.close()
     await shm.close()
 
 
@@ -104,8 +111,10 @@ def _look_and_release(handed: Handed) -> None:
 async def _send(folder: Path, pages: PagesKind) -> None:
     arena = touched_arena(pages)
     other, where = start_other_end(_THIS, pages.value, "other-end", str(folder))
+    secret, fingerprint = bytes.fromhex(where["secret"]), bytes.fromhex(where["fingerprint"])
     connections = {
-        "tcp": tcp_connections("127.0.0.1", int(where["port"]), bytes.fromhex(where["secret"]), _LANES),
+        "tcp": tcp_connections("127.0.0.1", int(where["port"]), secret, _LANES),
+        "tls": tcp_connections("127.0.0.1", int(where["tls_port"]), secret, _LANES, fingerprint=fingerprint),
         "shm": shm_connections(folder / "kv", arena.fd),
     }
     owners = {size: _hand_off_owner(folder, arena, size) for size in _SLOT_SIZES}
