@@ -37,7 +37,9 @@ class Node:
     def __init__(
         self, name: str, folder: Path, transport: str, arena_bytes: int, more_flags: Mapping[str, object] | None = None
     ) -> None:
+        """*transport* is tcp+tls where TCP is to be encrypted. A flag that is True has no value."""
         self.name = name
+        kind, _, tls = transport.partition("+")
         self.endpoint = f"ipc://{folder}/{name}.ipc"
         flags = {
             "instance-id": name,
@@ -46,12 +48,14 @@ class Node:
             "conductor": f"ipc://{folder}/conductor.ipc",
             "run-dir": folder,
             "arena-bytes": arena_bytes,
-            "transport": transport,
+            "transport": kind,
+            **({"tcp-tls": True} if tls else {}),
             "pages": "small",  # as peers' pools are
             "log-level": "error",
             **(more_flags or {}),
         }
-        command = [sys.executable, "-m", "mooncake_mesh", "messenger", *[f"--{k}={v}" for k, v in flags.items()]]
+        given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
+        command = [sys.executable, "-m", "mooncake_mesh", "messenger", *given]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         self.rpc = RpcClient(self.endpoint)
         self.arena: BorrowedArena | None = None
@@ -118,11 +122,13 @@ async def put(a: Node, b: Node, n_blocks: int, held: JobId | None = None) -> Non
     )
     a.rpc.post(start)
     a.rpc.post(SliceReady(transfer_id=transfer_id, layer=0, n_layers=1, first_block=0, n_blocks=n_blocks))
-    await asyncio.gather(
-        b.acquire(there, n_blocks, landing=transfer_id, layers=1),
-        a.rpc.call(FinishSend(transfer_id=transfer_id), SendReport, timeout_s=_TIMEOUT_S),
-    )
-    b.rpc.post(Release(job_id=there))
+    try:
+        await asyncio.gather(
+            b.acquire(there, n_blocks, landing=transfer_id, layers=1),
+            a.rpc.call(FinishSend(transfer_id=transfer_id), SendReport, timeout_s=_TIMEOUT_S),
+        )
+    finally:
+        b.rpc.post(Release(job_id=there))
 
 
 async def hold(a: Node, n_blocks: int) -> JobId:

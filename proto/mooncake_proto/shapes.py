@@ -62,7 +62,7 @@ def _not_hex_key(value: str) -> str | None:
     return None if is_hex else f"expected {2 * BLOCK_KEY_BYTES} hex digits"
 
 
-def _not_hex_secret(value: str) -> str | None:
+def _not_32_hex_bytes(value: str) -> str | None:
     is_hex = len(value) in (0, 2 * SECRET_BYTES) and _HEX_DIGITS.issuperset(value)
     return None if is_hex else f"expected {2 * SECRET_BYTES} hex digits or none"
 
@@ -86,8 +86,11 @@ HexKey = Annotated[str, _not_hex_key]
 """One block key in lower-case hex."""
 
 
-HexSecret = Annotated[str, _not_hex_secret]
+HexSecret = Annotated[str, _not_32_hex_bytes]
 """A secret of 32 bytes in lower-case hex, or nothing."""
+
+HexSha256 = Annotated[str, _not_32_hex_bytes]
+"""A SHA-256 in lower-case hex, or nothing."""
 
 
 def json_name(value: object) -> str:

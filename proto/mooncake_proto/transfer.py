@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from mooncake_proto.codec import message
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId
 from mooncake_proto.rdma import RdmaMemory
-from mooncake_proto.shapes import HexSecret, Natural, PackedKeys
+from mooncake_proto.shapes import HexSecret, HexSha256, Natural, PackedKeys
 
 
 @message("transfer.attach")
@@ -244,7 +244,8 @@ class Slot:
 class TransferPlan:
     """``transport`` is what the receiver chose of those offered.
 
-    Over tcp ``link_secret`` proves at ``tcp_host``, ``tcp_port`` that the sender may connect; it is empty otherwise.
+    Over tcp and tcp+tls ``link_secret`` proves at ``tcp_host``, ``tcp_port`` that the sender may connect; it is empty
+    otherwise. Over tcp+tls the sender is to speak to the holder of the certificate ``tls_fingerprint`` only.
     """
 
     transfer_id: TransferId
@@ -254,6 +255,7 @@ class TransferPlan:
     token: str
     slots: tuple[Slot, ...]
     link_secret: HexSecret = field(default="", repr=False)
+    tls_fingerprint: HexSha256 = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,13 @@ from mooncake_mesh.config_checks import (
     at_least,
     bound,
     connected,
+    encrypted,
     host_and_port,
     ids,
     in_chunks,
     listening,
     one_role,
+    quotas,
     whole_blocks,
     words,
 )
@@ -33,7 +35,6 @@ from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.config_run_dir import default_run_dir
 from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, LoadMeasure, PlacementKind, QueueOrderKind
 from mooncake_mesh.config_swap import SwapConfig
-from mooncake_mesh.config_tenants import tenant_shares
 from mooncake_mesh.kv.eviction import EvictionKind
 from mooncake_mesh.kv.layout import KvDtype
 
@@ -211,6 +212,7 @@ class MessengerConfig:
         str | None, "HOST:PORT that others connect to for the TCP transport, where that is another (NAT, containers)"
     ] = None
     tcp_connections: Annotated[int, "TCP connections to each other node"] = 2
+    tcp_tls: Annotated[bool, "encrypt the TCP transport (TLS 1.3), at all nodes or none; needs the extra tls"] = False
     checksum: Annotated[ChecksumKind, "checksum of every slice: xxh3 or none"] = ChecksumKind.XXH3
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
     keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
@@ -225,10 +227,8 @@ class MessengerConfig:
         connected(self, "conductor")
         at_least(self, 1 * MiB, "arena_bytes", "ssd_bytes")
         at_least(self, 1, "tcp_connections")
-        try:
-            tenant_shares(self.tenant_quotas)
-        except ValueError as error:
-            raise ValueError(f"tenant_quotas: {error}") from None
+        quotas(self, "tenant_quotas")
+        encrypted(self, "tcp_tls")
         if self.advertise_data is not None:
             host_and_port("advertise_data", self.advertise_data)
 

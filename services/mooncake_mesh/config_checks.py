@@ -10,6 +10,9 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from mooncake_mesh.config_kinds import TransportKind
+from mooncake_mesh.config_tenants import tenant_shares
+
 IPC_PATH_LIMIT_BYTES: Final = 107
 """Longest path of a Unix socket: sockaddr_un holds 108 bytes with the closing zero."""
 
@@ -102,6 +105,21 @@ def exposed(config: object) -> list[str]:
         if host is not None and not _is_loopback(host):
             found.append(f"{name}={host}")
     return found
+
+
+def quotas(config: object, name: str) -> None:
+    try:
+        tenant_shares(getattr(config, name))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def encrypted(config: object, name: str) -> None:
+    """Where the one field asks for encryption, the transport can do it."""
+    if getattr(config, name) and getattr(config, "transport") is TransportKind.RDMA:  # noqa: B009 - no common base
+        raise ValueError(
+            f"{name}: transport rdma cannot encrypt; use tcp, or auto, or a network that nobody else reads"
+        )
 
 
 def host_and_port(name: str, address: str) -> tuple[str, int]:

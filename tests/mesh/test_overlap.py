@@ -24,7 +24,7 @@ def config_of(layers: int) -> FakeConfig:
     return replace(clients.FAKE, layout=layout_of(layers))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "tcp+tls"])
 @pytest.mark.parametrize(
     ("chunk_tokens", "layers"), [pytest.param(64, 2, id="chunks of 64"), pytest.param(0, 8, id="layers of one chunk")]
 )
@@ -36,7 +36,7 @@ def test_most_slices_land_before_prefill_ends(transport: str, chunk_tokens: int,
             f"--fake-prefill-s-per-token={TOKEN_S}",
         ],
         "decode": [f"--fake-layers={layers}"],
-        "messenger": [f"--transport={transport}"],
+        "messenger": [f"--transport={transport[:3]}", *["--tcp-tls"] * (transport == "tcp+tls")],
     }
     with Mesh(flags=flags) as mesh:
         answer = clients.complete(mesh.http, PROMPT, 8)

@@ -120,8 +120,12 @@ def test_a_bind_without_keys_or_in_clear_is_warned_of_loudly(tmp_path: Path, mon
         assert roles.run("gateway", GatewayConfig()) == 0
         keys = key_folder.create(tmp_path / "keys", "first").folder
         assert roles.run("messenger", MessengerConfig(data_host="0.0.0.0", bind="tcp://0.0.0.0:1", keys=keys)) == 0
-    assert [line["event"] for line in logs] == ["insecure_bind", "not_encrypted"]
-    assert logs[1]["addresses"] == ["data_host=0.0.0.0"]
+        tls = MessengerConfig(data_host="0.0.0.0", bind="tcp://0.0.0.0:1", keys=keys, tcp_tls=True)
+        assert roles.run("messenger", tls) == 0
+        assert roles.run("gateway", GatewayConfig(host="0.0.0.0", keys=keys)) == 0
+    assert [line["event"] for line in logs] == ["insecure_bind", "not_encrypted", "not_encrypted"]
+    assert [line["addresses"] for line in logs[1:]] == [["data_host=0.0.0.0"], ["host=0.0.0.0"]]
+    assert "messenger.tcp_tls" in logs[1]["remedy"]
     line = logs[0]
     assert (line["log_level"], line["addresses"]) == ("warning", ["host=0.0.0.0"])
 

@@ -13,6 +13,7 @@ from mooncake_mesh.config import (
     GatewayConfig,
     MessengerConfig,
     PrefillConfig,
+    TransportKind,
     UpConfig,
 )
 from mooncake_mesh.config_checks import exposed
@@ -69,6 +70,12 @@ def test_defaults_are_valid_and_frozen(cls: type) -> None:
 def test_bad_value_is_refused_by_name(cls: type, field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{field}: "):
         cls(**{field: value})
+
+
+def test_rdma_cannot_be_encrypted_and_says_so() -> None:
+    with pytest.raises(ValueError, match=r"^tcp_tls: transport rdma cannot encrypt"):
+        MessengerConfig(transport=TransportKind.RDMA, tcp_tls=True)
+    assert MessengerConfig(transport=TransportKind.AUTO, tcp_tls=True).tcp_tls
 
 
 def test_a_messenger_may_be_reached_elsewhere_than_where_it_listens() -> None:

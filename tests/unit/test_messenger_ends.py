@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +19,9 @@ from mooncake_mesh.messenger.landing import SliceSpan
 from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.ssd import NodeSsd
-from mooncake_mesh.messenger.transports.api import Incoming
+from mooncake_mesh.messenger.transports import tls
+from mooncake_mesh.messenger.transports.api import Incoming, TcpKind
+from mooncake_mesh.messenger.transports.certificates import new_identity
 from mooncake_proto.control import Ok
 from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, NodeId, TransferId
 from mooncake_proto.transfer import (
@@ -31,6 +34,7 @@ from mooncake_proto.transfer import (
     Pushing,
     Replicate,
     StartSend,
+    TransferPlan,
 )
 from tests.unit.mesh_doubles import until
 
@@ -63,7 +67,12 @@ class Peer:
 class Rig:
     """One messenger from its event loop down to the pool; its sockets are doubles."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, transport: TransportKind = TransportKind.TCP) -> None:
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        transport: TransportKind = TransportKind.TCP,
+        identity: tls.Identity | None = None,
+    ) -> None:
         self.peer = Peer()
         peers = cast(Any, SimpleNamespace(get=lambda _: self.peer))
         self.core = MessengerCore(n_blocks=N_BLOCKS, block_bytes=BLOCK_BYTES)
@@ -86,6 +95,7 @@ class Rig:
             cast(Any, None),
             crew,
             transport=transport,
+            identity=identity,
             data_host="localhost",
             rdma=None,
             on_written=self.cut.pool_changed,
@@ -97,6 +107,7 @@ class Rig:
             tasks,
             crew,
             transport=transport,
+            tcp=TcpKind.CLEAR if identity is None else TcpKind.TLS,
             checksums=ChecksumKind.XXH3,
             tcp_connections=1,
             rdma=None,
@@ -130,10 +141,14 @@ class Rig:
         return waiting, bytes.fromhex(plan.token)
 
 
-def _run(scenario: Callable[[Rig, asyncio.TaskGroup], Any], transport: TransportKind = TransportKind.TCP) -> None:
+def _run(
+    scenario: Callable[[Rig, asyncio.TaskGroup], Any],
+    transport: TransportKind = TransportKind.TCP,
+    identity: tls.Identity | None = None,
+) -> None:
     async def all_of_it() -> None:
         async with asyncio.TaskGroup() as tasks:
-            rig = Rig(tasks, transport)
+            rig = Rig(tasks, transport, identity)
             rig.cut.came(WORKER.incarnation)
             await scenario(rig, tasks)
             await rig.cut.close()
@@ -176,6 +191,71 @@ def test_of_the_transports_that_are_offered_the_one_asked_for_is_taken() -> None
         waiting.cancel()
 
     _run(scenario)
+
+
+# --- encryption -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("transport", "identity", "names"),
+    [
+        (TransportKind.TCP, None, ("tcp",)),
+        (TransportKind.TCP, new_identity(), ("tcp+tls",)),
+        (TransportKind.AUTO, None, ("shm", "tcp")),
+        (TransportKind.AUTO, new_identity(), ("shm", "tcp+tls")),
+    ],
+)
+def test_encrypted_tcp_is_another_transport_than_tcp(
+    transport: TransportKind, identity: tls.Identity | None, names: tuple[str, ...]
+) -> None:
+    """So two nodes with different settings find no common one, and each says what it has."""
+    other = "tcp" if names[-1] == "tcp+tls" else "tcp+tls"
+
+    async def scenario(rig: Rig, tasks: asyncio.TaskGroup) -> None:
+        waiting = tasks.create_task(rig.acquire("j", landing=T, landing_blocks=2, landing_layers=LAYERS))
+        text = re.escape(f"no common transport: node0 offers {other}, node0 takes {', '.join(names)}")
+        with pytest.raises(TransferError, match=f"^{text}$"):
+            await rig.receiver.open(OpenTransfer(transfer_id=T, source=rig.info, transports=(other,)))
+        plan = await rig.receiver.open(OpenTransfer(transfer_id=T, source=rig.info, transports=names[-1:]))
+        assert (plan.transport, len(plan.link_secret)) == (names[-1], 64)
+        assert plan.tls_fingerprint == ("" if identity is None else identity.fingerprint.hex())
+        waiting.cancel()
+
+    _run(scenario, transport, identity)
+
+
+@pytest.mark.parametrize(
+    ("transport", "fingerprint", "refusal"),
+    [
+        ("tcp", "", "'tcp' was not offered, but tcp+tls"),
+        ("tcp+tls", "", "does not say what its certificate is"),
+        ("shm", "", "'shm' was not offered"),
+    ],
+)
+def test_a_plan_that_would_have_kv_travel_in_clear_is_not_followed(
+    transport: str, fingerprint: str, refusal: str
+) -> None:
+    async def scenario(rig: Rig, _: asyncio.TaskGroup) -> None:
+        rig.peer.answers[OpenTransfer] = TransferPlan(
+            transfer_id=T,
+            transport=transport,
+            tcp_host="localhost",
+            tcp_port=1,
+            token="00" * 16,
+            slots=(),
+            link_secret="00" * 32,
+            tls_fingerprint=fingerprint,
+        )
+        await rig.acquire("j")
+        rig.cut.start_send(
+            StartSend(job_id=JobId("j"), transfer_id=T, target=OTHER, n_blocks=2, layers=LAYERS, deadline_s=60.0)
+        )
+        with pytest.raises(TransferError, match=re.escape(refusal)):
+            await rig.sender.finish(T)
+        await until(lambda: any(isinstance(told, AbortTransfer) and refusal in told.reason for told in rig.peer.told))
+        rig.cut.end_job(JobId("j"), "released")
+
+    _run(scenario, TransportKind.TCP, new_identity())
 
 
 # --- aborts -----------------------------------------------------------------------------------------------------------

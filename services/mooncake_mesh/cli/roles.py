@@ -26,7 +26,7 @@ Service = Callable[["runtime.Lifecycle"], Awaitable[None]]
 log = structlog.get_logger(__name__)
 
 _IN_CLEAR: Final = ("host=", "data_host=")
-"""Addresses whose keys prove who speaks and hide nothing: HTTP and the data of transports."""
+"""Addresses whose keys prove who speaks and hide nothing: HTTP, and the data of transports without tcp_tls."""
 
 
 def run(role: str, config: ServiceConfig) -> int:
@@ -68,7 +68,8 @@ def _run(role: str, config: ServiceConfig, load_service: Callable[[], Service]) 
 def _warn(config: ServiceConfig) -> None:
     """Say what is open to others, or in clear, although other machines reach it."""
     addresses = exposed(config)
-    in_clear = [address for address in addresses if address.startswith(_IN_CLEAR)]
+    hidden = ("data_host=",) if isinstance(config, MessengerConfig) and config.tcp_tls else ()
+    in_clear = [each for each in addresses if each.startswith(_IN_CLEAR) and not each.startswith(hidden)]
     if addresses and config.keys is None:
         log.warning(
             "insecure_bind",
@@ -81,7 +82,7 @@ def _warn(config: ServiceConfig) -> None:
             "not_encrypted",
             addresses=in_clear,
             danger="who can read this network can read what goes over these",
-            remedy="a TLS proxy before HTTP; a private network, WireGuard or IPsec between messengers",
+            remedy="a TLS proxy before HTTP; messenger.tcp_tls, a private network, WireGuard or IPsec for KVCache",
         )
 
 

@@ -15,9 +15,10 @@ from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.messenger.core import Ended, MessengerCore
 from mooncake_mesh.messenger.landing import Destination, Landing, LandingState, SliceSpan
-from mooncake_mesh.messenger.transports.api import Incoming, LinkLost
+from mooncake_mesh.messenger.transports.api import Incoming, LinkLost, TcpKind, offers
 from mooncake_mesh.messenger.transports.link_auth import new_secret
 from mooncake_mesh.messenger.transports.shm import Copy, SourceArenas, copy_in
+from mooncake_mesh.messenger.transports.tls import Identity
 from mooncake_proto.ids import TransferId
 from mooncake_proto.rdma import RdmaMemory
 from mooncake_proto.transfer import (
@@ -58,17 +59,22 @@ class Receiver:
         crew: Crew,
         *,
         transport: TransportKind,
+        identity: Identity | None,
         data_host: str,
         rdma: "RdmaArena | None",
         on_written: Callable[[], None],
     ) -> None:
-        """*on_written* is called after writes have ended: blocks may have become free, or findable."""
+        """With an *identity* TCP is encrypted. *on_written* is called after writes have ended: blocks may have become
+        free, or findable."""
         self._core = core
         self._arena = arena
         self._me = me
         self._sources = sources
         self._crew = crew
-        self._transport = transport
+        tcp = TcpKind.CLEAR if identity is None else TcpKind.TLS
+        self._takes = offers(transport, tcp)
+        self._over_tcp = tcp.value
+        self._fingerprint = b"" if identity is None else identity.fingerprint
         self.data_host = data_host
         self._rdma = rdma
         self._on_written = on_written
@@ -110,6 +116,7 @@ class Receiver:
         return self._plan(request, transport, token, landing.slots)
 
     def _plan(self, request: OpenTransfer, transport: str, token: bytes, slots: tuple[Slot, ...]) -> TransferPlan:
+        is_tcp = transport == self._over_tcp
         return TransferPlan(
             transfer_id=request.transfer_id,
             transport=transport,
@@ -117,7 +124,8 @@ class Receiver:
             tcp_port=self.data_port,
             token=token.hex(),
             slots=slots,
-            link_secret=self.link_secret.hex() if transport == TransportKind.TCP.value else "",
+            link_secret=self.link_secret.hex() if is_tcp else "",
+            tls_fingerprint=self._fingerprint.hex() if is_tcp else "",
         )
 
     async def landed(self, transfer_id: TransferId) -> Landed:
@@ -194,8 +202,7 @@ class Receiver:
 
     async def _choose(self, request: OpenTransfer) -> tuple[str, BorrowedArena | RdmaMemory | None]:
         """Transport of this transfer. A transport that was asked for by name is never replaced by another."""
-        mine = (TransportKind.SHM, TransportKind.TCP) if self._transport is TransportKind.AUTO else (self._transport,)
-        common = [kind.value for kind in mine if kind.value in request.transports]
+        common = [name for name in self._takes if name in request.transports]
         if TransportKind.SHM.value in common and request.source.host_id == self._me.host_id:
             try:
                 return TransportKind.SHM.value, await self._sources.map(request.source)
@@ -203,11 +210,11 @@ class Receiver:
                 log.warning("shm_unreachable", peer=request.source.node_id, error=str(error))
         if TransportKind.RDMA.value in common and request.rdma is not None:
             return TransportKind.RDMA.value, request.rdma
-        if TransportKind.TCP.value in common:
-            return TransportKind.TCP.value, None
+        if self._over_tcp in common:
+            return self._over_tcp, None
         raise TransferError(
             f"no common transport: {request.source.node_id} offers {', '.join(request.transports)}, "
-            f"{self._me.node_id} takes {', '.join(kind.value for kind in mine)}"
+            f"{self._me.node_id} takes {', '.join(self._takes)}"
         )
 
     # --- TCP (called by transports/tcp_listener.py) ---------------------------------------------------------

@@ -15,7 +15,7 @@ from mooncake_mesh.errors import MooncakeError, SliceLost, TransferError
 from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.sending import Outbound, OutgoingSlice
-from mooncake_mesh.messenger.transports.api import SealedSlice, SendPath, checksum
+from mooncake_mesh.messenger.transports.api import SealedSlice, SendPath, TcpKind, checksum, offers
 from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
 from mooncake_mesh.messenger.transports.shm import ShmSendPath
 from mooncake_mesh.messenger.transports.tcp import tcp_connections
@@ -63,6 +63,7 @@ class Sender:
         crew: Crew,
         *,
         transport: TransportKind,
+        tcp: TcpKind,
         checksums: ChecksumKind,
         tcp_connections: int,
         rdma: RdmaMemory | None,
@@ -72,7 +73,7 @@ class Sender:
         self._peers = peers
         self._tasks = tasks
         self._crew = crew
-        self._offered = ("shm", "tcp") if transport is TransportKind.AUTO else (transport.value,)
+        self._offered = offers(transport, tcp)
         self._checksums = checksums
         self._tcp_connections = tcp_connections
         self._rdma = rdma
@@ -162,12 +163,20 @@ class Sender:
             was_asked_for=sending.was_asked_for,
         )
         plan = await peer.call(request, TransferPlan, timeout_s=deadline_s, connect_timeout_s=_CONNECT_TIMEOUT_S)
+        self._check(plan)
         sending.outbound.planned(plan.slots)
         sending.transport = plan.transport
         self.transports.add(plan.transport)
         if plan.transport in (TransportKind.SHM.value, TransportKind.RDMA.value):
             return ShmSendPath(peer, transfer_id, name=plan.transport, timeout_s=_ACK_TIMEOUT_S)
         return LinkPath(self._connections_of(plan), bytes.fromhex(plan.token), self._arena)
+
+    def _check(self, plan: TransferPlan) -> None:
+        """Raises TransferError for a plan that would have KV travel as this messenger does not let it."""
+        if plan.transport not in self._offered:
+            raise TransferError(f"transport {plan.transport[:20]!r} was not offered, but {', '.join(self._offered)}")
+        if plan.transport == TcpKind.TLS.value and not plan.tls_fingerprint:
+            raise TransferError(f"{plan.transport}: the receiver does not say what its certificate is")
 
     def _connections_of(self, plan: TransferPlan) -> Connections:
         """Those to the receiver's current life: another one on the same address has another secret."""
@@ -176,7 +185,8 @@ class Sender:
         if connections is None or known_secret != secret:
             if connections is not None:
                 connections.close()
-            connections = tcp_connections(*address, secret, self._tcp_connections)
+            fingerprint = bytes.fromhex(plan.tls_fingerprint)
+            connections = tcp_connections(*address, secret, self._tcp_connections, fingerprint=fingerprint)
             self._tcp[address] = secret, connections
             if len(self._tcp) > _MOST_RECEIVERS:  # each life of a receiver has a port of its own
                 self._tcp.popitem(last=False)[1][1].close()

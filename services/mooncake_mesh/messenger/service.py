@@ -41,11 +41,13 @@ from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.cut_arena import CutArena
+from mooncake_mesh.messenger.identity import identity_of
 from mooncake_mesh.messenger.publisher import KvPublisher
 from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.ssd import NodeSsd
 from mooncake_mesh.messenger.store.records import Namespace
+from mooncake_mesh.messenger.transports.api import TcpKind
 from mooncake_mesh.messenger.transports.shm import SourceArenas
 from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
 from mooncake_proto.control import Load, Member, Ok, Ping, Pong, Role, Stop
@@ -92,6 +94,7 @@ class MessengerService:
 
     def __init__(self, config: MessengerConfig, tasks: asyncio.TaskGroup) -> None:
         self._ssd = NodeSsd(config)  # first: it may refuse, and nothing is open yet
+        self._identity = identity_of(config)  # so may this
         self._config = config
         self._tasks = tasks
         self._incarnation = new_incarnation()
@@ -251,11 +254,14 @@ class MessengerService:
             self._sources,
             self._crew,
             transport=config.transport,
+            identity=self._identity,
             data_host=config.data_host,
             rdma=self._rdma,
             on_written=cut.pool_changed,
         )
-        self._listener = TcpListener(config.data_host, config.data_port, view, receiver, secret=receiver.link_secret)
+        self._listener = TcpListener(
+            config.data_host, config.data_port, view, receiver, secret=receiver.link_secret, identity=self._identity
+        )
         receiver.data_host, receiver.data_port = config.advertised_data(self._listener.port)
         cut.sender = Sender(
             view,
@@ -264,6 +270,7 @@ class MessengerService:
             self._tasks,
             self._crew,
             transport=config.transport,
+            tcp=TcpKind.TLS if config.tcp_tls else TcpKind.CLEAR,
             checksums=config.checksum,
             tcp_connections=config.tcp_connections,
             rdma=None if self._rdma is None else self._rdma.memory,
