@@ -45,15 +45,15 @@ class TlsSocket(ssl.SSLSocket):
 
     def send(self, data: Any, flags: int = 0) -> int:
         """All of *data*, or BlockingIOError: then the same bytes, and perhaps more behind them, have to come again."""
-        size_bytes = memoryview(data).nbytes
         with self._lock:
-            self._records_left -= -(-size_bytes // RECORD_BYTES)
-            if self._records_left < 0:
+            if self._records_left <= 0:
                 raise OSError("the key of this TLS connection is used up; a new connection has a new one")
             try:
-                return self.write(data)
+                sent = self.write(data)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 raise BlockingIOError from None
+            self._records_left -= -(-sent // RECORD_BYTES)
+            return sent
 
     def sendmsg(self, buffers: Iterable[Any], *args: Any) -> int:  # type: ignore[override]  # SSLSocket has none
         """As :meth:`send`."""
