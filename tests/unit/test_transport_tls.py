@@ -286,6 +286,21 @@ def test_a_stranger_who_speaks_no_tls_is_dismissed_and_disturbs_nothing(encrypte
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("kind", ["clear", "encrypted"])
+def test_who_changes_a_packet_changes_no_kv_where_it_is_encrypted(kind: str) -> None:
+    """Without checksums, which are no secret: in clear the change goes unnoticed, under TLS the link breaks for it."""
+    tcp = PLAIN if kind == "clear" else Tcp(identity=new_identity())
+
+    async def scenario(pair: Pair, relay: Relay) -> None:
+        token = pair.windows.open(first_byte=0, slot_bytes=4 * MiB, n_slots=1)
+        relay.damage_after(2 * MiB)
+        await pair.path(token).send([slot_slice(memoryview(pair.source), 0, 0, 4 * MiB, seal=False)])
+        assert (pair.target == pair.source) == (kind == "encrypted")
+        assert relay.accepted == (2 if kind == "clear" else 4)
+
+    _relayed(tcp, scenario, size_bytes=4 * MiB)
+
+
 # --- what the network sees --------------------------------------------------------------------------------------------
 
 

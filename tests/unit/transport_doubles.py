@@ -158,7 +158,8 @@ class HandMadeReceiver:
 
 
 class Relay:
-    """Passes connections on to ``port_behind``; :meth:`cut_after` ends all of them after so many bytes on one.
+    """Passes connections on to ``port_behind``; :meth:`cut_after` ends all of them after so many bytes on one, and
+    :meth:`damage_after` changes a bit then.
 
     ``accepted`` counts them, ``seen`` is what passed on any, as it came.
     """
@@ -170,12 +171,16 @@ class Relay:
         self.cuts = self.accepted = 0
         self.seen = bytearray()
         self._budget: int | None = None
+        self._whole: int | None = None
         self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
 
     def cut_after(self, n_bytes: int) -> None:
         self._budget = n_bytes
+
+    def damage_after(self, n_bytes: int) -> None:
+        self._whole = n_bytes
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -206,7 +211,7 @@ class Relay:
         try:
             while data := source.recv(1 << 14):
                 self.seen += data
-                target.sendall(data)
+                target.sendall(self._perhaps_damaged(data))
                 if self._budget is not None:
                     self._budget -= len(data)
                     if self._budget < 0:
@@ -216,6 +221,15 @@ class Relay:
             target.shutdown(socket.SHUT_WR)
         except OSError:
             return
+
+    def _perhaps_damaged(self, data: bytes) -> bytes:
+        if self._whole is None:
+            return data
+        self._whole -= len(data)
+        if self._whole >= 0:
+            return data
+        self._whole = None
+        return data[:-1] + bytes([data[-1] ^ 1])
 
     def _end_all(self) -> None:
         for connection in self._open:

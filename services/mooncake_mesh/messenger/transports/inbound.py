@@ -212,7 +212,12 @@ class InboundLink:
             self._landings.end(frame.head.token, frame.destinations, frame.error)
 
     def _acknowledge(self, frame: InboundFrame) -> None:
-        """From any thread. A sender that reads no acknowledgements has lost its right to more."""
+        """From any thread. A sender that reads no acknowledgements has lost its right to more.
+
+        A frame whose lane broke has no verdict: the end of the link, which follows, tells the sender to send it again.
+        """
+        if isinstance(frame.error, LinkLost):
+            return
         verdict = Verdict.WRITTEN
         if frame.error is not None:
             verdict = Verdict.DAMAGED if isinstance(frame.error, ChecksumMismatch) else Verdict.REFUSED
