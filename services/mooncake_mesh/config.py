@@ -253,7 +253,9 @@ class PrefillConfig:
     model: Annotated[str, "a known name, a local folder or a hub id"] = "smollm2-135m"
     dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
     device: Annotated[str, "torch device"] = "cpu"
-    threads: Annotated[int, "threads for the model's maths; the most of them where there is a core_board"] = 1
+    threads: Annotated[
+        int, "threads for the model's maths, 0 for as many as cores; the most of them with a core_board"
+    ] = 1
     core_board: Annotated[
         Path | None, "file that busy instances of this machine share its cores by; without it each has all its threads"
     ] = None
@@ -279,7 +281,8 @@ class PrefillConfig:
         bound(self, "bind")
         connected(self, "conductor", "messenger")
         at_least(self, 0.0, "drain_s")
-        at_least(self, 1, "threads", "block_tokens", "max_queued_jobs")
+        at_least(self, 1, "block_tokens", "max_queued_jobs")
+        at_least(self, 0, "threads")
         whole_blocks(self.chunk_tokens, self.block_tokens)
         in_chunks(self.chunk_tokens, self.pipeline.stages)
         one_role(self.switchable, self.pipeline.stages)
@@ -299,7 +302,9 @@ class DecodeConfig:
     model: Annotated[str, "a known name, a local folder or a hub id"] = "smollm2-135m"
     dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
     device: Annotated[str, "torch device"] = "cpu"
-    threads: Annotated[int, "threads for the model's maths; the most of them where there is a core_board"] = 1
+    threads: Annotated[
+        int, "threads for the model's maths, 0 for as many as cores; the most of them with a core_board"
+    ] = 1
     core_board: Annotated[
         Path | None, "file that busy instances of this machine share its cores by; without it each has all its threads"
     ] = None
@@ -321,7 +326,8 @@ class DecodeConfig:
         bound(self, "bind")
         connected(self, "conductor", "messenger")
         at_least(self, 0.0, "drain_s")
-        at_least(self, 1, "threads", "block_tokens", "max_batch", "max_waiting_jobs")
+        at_least(self, 1, "block_tokens", "max_batch", "max_waiting_jobs")
+        at_least(self, 0, "threads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +339,7 @@ class UpConfig:
     engine: Annotated[EngineKind, "transformers, or fake for tests and load"] = EngineKind.TRANSFORMERS
     model: Annotated[str, "a known name, a local folder or a hub id"] = "smollm2-135m"
     dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
-    threads: Annotated[int, "threads for the maths of each instance"] = 1
+    threads: Annotated[int, "most threads for the maths of each instance, 0 for as many as cores; busy ones share"] = 1
     block_tokens: Annotated[int, "tokens of a KVCache block"] = 16
     chunk_tokens: Annotated[int, "prompt tokens of one forward, whole blocks; 0 takes a prompt in one go"] = 512
     prefill: Annotated[int, "prefill instances"] = 1
@@ -359,7 +365,8 @@ class UpConfig:
     def __post_init__(self) -> None:
         words(self, "model")
         listening(self, host="host", port="port")
-        at_least(self, 1, "threads", "block_tokens", "prefill", "prefill_stages", "decode")
+        at_least(self, 1, "block_tokens", "prefill", "prefill_stages", "decode")
+        at_least(self, 0, "threads")
         at_least(self, 1 * MiB, "arena_bytes", "ssd_bytes")
         whole_blocks(self.chunk_tokens, self.block_tokens)
         in_chunks(self.chunk_tokens, self.prefill_stages)

@@ -62,7 +62,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_who_is_alone_has_all_its_threads(path: Path) -> None:
-    for most, n_cores, threads in ((1, 8, 1), (4, 8, 4), (8, 4, 4), (3, 1, 1)):
+    for most, n_cores, threads in ((1, 8, 1), (4, 8, 4), (8, 4, 4), (3, 1, 1), (0, 8, 8)):
         board = CoreBoard(path, most, n_cores=n_cores)
         assert board.threads == threads
         board.begin()

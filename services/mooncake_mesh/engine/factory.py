@@ -1,5 +1,6 @@
 """Makes the engine a worker was configured with; torch is imported only for one that needs it."""
 
+import os
 from typing import Final
 
 from mooncake_mesh import config as settings
@@ -34,7 +35,7 @@ def make_engine(config: WorkerConfig, part: StagePart | None = None, cores: Core
         dtype=config.dtype,
         block_tokens=config.block_tokens,
         device=config.device,
-        threads=config.threads,
+        threads=config.threads or len(os.sched_getaffinity(0)),
         part=part,
         layerwise=config.layerwise if isinstance(config, settings.PrefillConfig) else LayerwiseConfig(),
         cores=cores,
