@@ -3,7 +3,7 @@
 #   docker build -t mooncake-mesh .                                           whatever torch the package index has
 #   docker build -t mooncake-mesh --build-arg TORCH_INDEX=URL .               PyTorch's index of CPU wheels: a small image;
 #                                                                             one of its CUDA indexes: an image for GPUs
-#   docker build -t mooncake-mesh --build-arg EXTRAS= --build-arg MODEL_PACKAGE= .    no torch: the fake engine only
+#   docker build -t mooncake-mesh --build-arg EXTRAS= --build-arg MODEL_PACKAGE= --build-arg COMPILER= .    the fake engine only
 #
 # BASE_IMAGE is any Debian with Python 3.11 or newer and its venv module. pip's own settings (PIP_INDEX_URL and others) can be given
 # as build arguments too.
@@ -30,6 +30,10 @@ RUN /opt/mooncake/bin/pip install --no-deps --no-build-isolation . \
     && /opt/mooncake/bin/pip uninstall -y hatchling pip
 
 FROM ${BASE_IMAGE}
+# Compiles the engine's kernels for the processor that a container finds itself on; COMPILER= leaves it out.
+ARG COMPILER="gcc libc6-dev"
+RUN if [ -n "$COMPILER" ]; then apt-get update && apt-get install --yes --no-install-recommends $COMPILER \
+    && rm -rf /var/lib/apt/lists/*; fi
 # Folders that volumes are mounted on belong to the user of the processes: a new volume takes that over.
 RUN useradd --uid 10001 --home-dir /var/lib/mooncake --create-home mooncake \
     && install -d -o mooncake -m 700 /keys /ssd /data /models \

@@ -339,7 +339,7 @@ class UpConfig:
     engine: Annotated[EngineKind, "transformers, or fake for tests and load"] = EngineKind.TRANSFORMERS
     model: Annotated[str, "a known name, a local folder or a hub id"] = "smollm2-135m"
     dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
-    threads: Annotated[int, "most threads for the maths of each instance, 0 for as many as cores; busy ones share"] = 1
+    threads: Annotated[int, "most threads for the maths of each instance, 0 for as many as cores; busy ones share"] = 0
     block_tokens: Annotated[int, "tokens of a KVCache block"] = 16
     chunk_tokens: Annotated[int, "prompt tokens of one forward, whole blocks; 0 takes a prompt in one go"] = 512
     prefill: Annotated[int, "prefill instances"] = 1

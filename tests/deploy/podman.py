@@ -99,7 +99,7 @@ def build_image() -> None:
     if podman("image", "inspect", f"--format={label}", IMAGE, check=False).strip().endswith(made_of):
         return
     arguments = [f"--label=made-of={made_of}"]
-    arguments += [f"--build-arg={name}" for name in (f"BASE_IMAGE={BASE}", "EXTRAS=", "MODEL_PACKAGE=")]
+    arguments += [f"--build-arg={name}" for name in (f"BASE_IMAGE={BASE}", "EXTRAS=", "MODEL_PACKAGE=", "COMPILER=")]
     build = ("nice", "podman", "build", "--isolation=chroot", "--network=host", f"--tag={IMAGE}", *arguments)
     run(*build, str(REPOSITORY), timeout_s=_BUILD_S)
 

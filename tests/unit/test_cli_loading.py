@@ -126,7 +126,7 @@ def test_other_roles_tables_are_left_alone(toml: Path) -> None:
         ('[prefill]\nthreads = "1"\n', "prefill.threads", "expected an integer, got '1'"),
         ("[prefill]\nthreads = 1.0\n", "prefill.threads", "expected an integer"),
         ("[prefill]\nthreads = true\n", "prefill.threads", "expected an integer"),
-        ("[prefill]\nthreads = 0\n", "prefill.threads", "must be at least 1"),
+        ("[prefill]\nthreads = -1\n", "prefill.threads", "must be at least 0"),
         ("[prefill]\nmodel = 1\n", "prefill.model", "expected a string"),
         ("[prefill]\nmodel = 2020-01-01\n", "prefill.model", "expected a string"),
         ('[prefill]\ndtype = "fp8"\n', "prefill.dtype", "expected one of float32, bfloat16, got 'fp8'"),
