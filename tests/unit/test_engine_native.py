@@ -389,5 +389,12 @@ def test_a_library_with_wrong_results_is_refused(
         load(tmp_path / "made")
 
 
+def test_loading_a_library_leaves_small_numbers_as_they_are(tmp_path: Path) -> None:
+    """What -ffast-math links in would have this thread take them for zero from then on."""
+    load(tmp_path)
+    assert float(np.array([1e-40], np.float32)[0] * np.float32(0.5)) > 0
+    assert 5e-324 * 1.0 > 0
+
+
 def test_nobody_else_may_read_or_write_what_was_compiled(folder: Path, kernels: Kernels) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) & 0o022 == 0

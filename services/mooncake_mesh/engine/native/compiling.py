@@ -15,8 +15,9 @@ _FLAGS: Final = (
     "-O3",
     "-march=native",
     "-mprefer-vector-width=512",
-    "-ffast-math",
-    "-fno-finite-math-only",  # scores of hidden positions are -inf
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    # Not -ffast-math: it makes a library that, once loaded, has the thread that loads it take small numbers for zero.
     "-fopenmp",
     "-fPIC",
     "-shared",
