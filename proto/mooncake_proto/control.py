@@ -141,9 +141,12 @@ class Register:
 @message("control.registered")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
+    """``epoch`` is that of the conductor's term: see LeaderReport."""
+
     conductor: Incarnation
     heartbeat_s: float
     publish_endpoint: str
+    epoch: Natural = 0
 
 
 @message("control.heartbeat")
@@ -178,7 +181,8 @@ class Goodbye:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchRole:
     """One-way, conductor → worker: take nothing new, finish what you have, then register in ``role``, with another
-    incarnation. An order to another incarnation means nothing.
+    incarnation. An order to another incarnation means nothing, nor does one of another ``epoch`` than that of the
+    conductor the worker follows: who has lost its lead may not know yet.
 
     Why: ``prefill_demand`` and ``decode_demand``, in instances, are asked of ``prefill`` and ``decode`` of them.
     """
@@ -190,6 +194,7 @@ class SwitchRole:
     decode_demand: float
     prefill: Natural
     decode: Natural
+    epoch: Natural = 0
 
 
 @message("control.drain")
@@ -305,6 +310,28 @@ class StatusReport:
     uptime_s: float
     estimates: tuple[EstimateQuality, ...] = ()
     classes: tuple[ClassReport, ...] = ()
+
+
+@message("control.leader_query")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderQuery:
+    """Anybody → any conductor. Answered by LeaderReport."""
+
+
+@message("control.leader_report")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderReport:
+    """What a conductor of a mesh with several knows of who leads.
+
+    ``leads``: this one does, in the term ``epoch``, which grows with each change; 0 of one that is the only one by its
+    configuration. ``leader`` is, for people, who else does, and ``trouble`` why it cannot know; "" otherwise.
+    """
+
+    instance_id: InstanceId
+    leads: bool
+    epoch: Natural
+    leader: str
+    trouble: str
 
 
 @message("control.ping")

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
-from mooncake_mesh import config_kinds
+from mooncake_mesh import config_fake, config_kinds
 from mooncake_mesh.config_checks import (
     above_zero,
     at_least,
     bound,
+    conductors,
     connected,
     encrypted,
     host_and_port,
@@ -29,6 +30,7 @@ from mooncake_mesh.config_checks import (
     words,
 )
 from mooncake_mesh.config_commands import ASKING, AskingConfig
+from mooncake_mesh.config_etcd import EtcdConfig
 from mooncake_mesh.config_layerwise import LayerwiseConfig
 from mooncake_mesh.config_pipeline import PipelineConfig, layer_counts
 from mooncake_mesh.config_rdma import RdmaConfig
@@ -42,29 +44,12 @@ MiB: Final = 1 << 20
 GiB: Final = 1 << 30
 ChecksumKind = config_kinds.ChecksumKind
 EngineKind = config_kinds.EngineKind
+FakeConfig = config_fake.FakeConfig
 FakeOutput = config_kinds.FakeOutput
 LogFormat = config_kinds.LogFormat
 LogLevel = config_kinds.LogLevel
 PagesKind = config_kinds.PagesKind
 TransportKind = config_kinds.TransportKind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeConfig:
-    """The fake engine: its delays and the shape of its KVCache. Read only where ``engine`` is ``fake``."""
-
-    prefill_s_base: Annotated[float, "seconds that each prefill chunk takes at least"] = 0.0
-    prefill_s_per_token: Annotated[float, "seconds for each token of a prefill chunk"] = 0.0
-    decode_s_base: Annotated[float, "seconds that each decode step takes at least"] = 0.0
-    decode_s_per_slot: Annotated[float, "seconds for each sequence in a decode step"] = 0.0
-    output: Annotated[FakeOutput, "hash: tokens depend on the KV read; utf8: the bytes of a text"] = FakeOutput.HASH
-    layers: Annotated[int, "layers of the KVCache"] = 2
-    kv_heads: Annotated[int, "key and value heads of the KVCache"] = 2
-    head_dim: Annotated[int, "elements of each head"] = 8
-
-    def __post_init__(self) -> None:
-        at_least(self, 0.0, "prefill_s_base", "prefill_s_per_token", "decode_s_base", "decode_s_per_slot")
-        at_least(self, 1, "layers", "kv_heads", "head_dim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +106,7 @@ class ConductorConfig:
     cost_profile: Annotated[Path | None, "JSON file of the cost model to start from; a small model's otherwise"] = None
     seed: Annotated[int, "seed of the random placement"] = 0
     index_max_blocks: Annotated[int, "block keys the prefix index holds at most"] = 4_000_000
+    etcd: EtcdConfig = field(default_factory=EtcdConfig)
     keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
@@ -155,7 +141,7 @@ class GatewayConfig:
     port: Annotated[int, "port of the HTTP server; 0 takes a free one"] = 8000
     bind: Annotated[str, "endpoint for ZeroMQ SDK clients"] = "tcp://127.0.0.1:7710"
     stream_bind: Annotated[str, "endpoint that workers send tokens to"] = "tcp://127.0.0.1:7711"
-    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    conductor: Annotated[str, "endpoint of the conductor, or of several, separated by commas"] = "tcp://127.0.0.1:7700"
     engine: Annotated[EngineKind, "engine of the workers; decides the tokenizer"] = EngineKind.TRANSFORMERS
     model: Annotated[str, "model whose tokenizer and chat template to use: a name, folder or hub id"] = "smollm2-135m"
     served_model_name: Annotated[str | None, "name that clients use for the model; the model itself otherwise"] = None
@@ -178,7 +164,7 @@ class GatewayConfig:
         words(self, "model")
         listening(self, host="host", port="port")
         bound(self, "bind", "stream_bind")
-        connected(self, "conductor")
+        conductors(self)
         above_zero(self, "request_deadline_s")
         at_least(self, 1, "max_concurrent_requests", "max_body_bytes", "cache_tenant_tokens")
         at_least(self, 0, "max_replacements")
@@ -191,7 +177,7 @@ class MessengerConfig:
     instance_id: Annotated[str, "name of this process in the mesh"] = "messenger0"
     node_id: Annotated[str, "node whose arena this is"] = "node0"
     bind: Annotated[str, "endpoint that workers and other messengers call"] = "tcp://127.0.0.1:7720"
-    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    conductor: Annotated[str, "endpoint of the conductor, or of several, separated by commas"] = "tcp://127.0.0.1:7700"
     run_dir: Annotated[Path, "folder for the Unix socket that hands out the arena"] = field(
         default_factory=default_run_dir
     )
@@ -224,7 +210,7 @@ class MessengerConfig:
         ids(self, "instance_id", "node_id")
         listening(self, host="data_host", port="data_port")
         bound(self, "bind")
-        connected(self, "conductor")
+        conductors(self)
         at_least(self, 1 * MiB, "arena_bytes", "ssd_bytes")
         at_least(self, 1, "tcp_connections")
         quotas(self, "tenant_quotas")
@@ -246,7 +232,7 @@ class PrefillConfig:
     instance_id: Annotated[str, "name of this process in the mesh"] = "prefill0"
     node_id: Annotated[str, "node this process runs on, that of its messenger"] = "node0"
     bind: Annotated[str, "endpoint that gateways send jobs to"] = "tcp://127.0.0.1:7730"
-    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    conductor: Annotated[str, "endpoint of the conductor, or of several, separated by commas"] = "tcp://127.0.0.1:7700"
     messenger: Annotated[str, "endpoint of the node's messenger"] = "tcp://127.0.0.1:7720"
     kind: Annotated[str, "name of what this machine is: workers of one kind share a cost profile"] = "default"
     engine: Annotated[EngineKind, "transformers, or fake for tests and load"] = EngineKind.TRANSFORMERS
@@ -269,7 +255,7 @@ class PrefillConfig:
     ] = QueueOrderKind.SLACK
     switchable: Annotated[bool, "take the other role, prefill or decode, when the conductor says so"] = False
     drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
-    fake: FakeConfig = FakeConfig()
+    fake: FakeConfig = field(default_factory=FakeConfig)
     keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
@@ -279,7 +265,8 @@ class PrefillConfig:
         ids(self, "instance_id", "node_id", "kind")
         words(self, "model", "device")
         bound(self, "bind")
-        connected(self, "conductor", "messenger")
+        conductors(self)
+        connected(self, "messenger")
         at_least(self, 0.0, "drain_s")
         at_least(self, 1, "block_tokens", "max_queued_jobs")
         at_least(self, 0, "threads")
@@ -295,7 +282,7 @@ class DecodeConfig:
     instance_id: Annotated[str, "name of this process in the mesh"] = "decode0"
     node_id: Annotated[str, "node this process runs on, that of its messenger"] = "node0"
     bind: Annotated[str, "endpoint that gateways send jobs to"] = "tcp://127.0.0.1:7740"
-    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    conductor: Annotated[str, "endpoint of the conductor, or of several, separated by commas"] = "tcp://127.0.0.1:7700"
     messenger: Annotated[str, "endpoint of the node's messenger"] = "tcp://127.0.0.1:7720"
     kind: Annotated[str, "name of what this machine is: workers of one kind share a cost profile"] = "default"
     engine: Annotated[EngineKind, "transformers, or fake for tests and load"] = EngineKind.TRANSFORMERS
@@ -314,7 +301,7 @@ class DecodeConfig:
     swap: SwapConfig = field(default_factory=SwapConfig)
     switchable: Annotated[bool, "take the other role, prefill or decode, when the conductor says so"] = False
     drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
-    fake: FakeConfig = FakeConfig()
+    fake: FakeConfig = field(default_factory=FakeConfig)
     keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
     log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
@@ -324,7 +311,8 @@ class DecodeConfig:
         ids(self, "instance_id", "node_id", "kind")
         words(self, "model", "device")
         bound(self, "bind")
-        connected(self, "conductor", "messenger")
+        conductors(self)
+        connected(self, "messenger")
         at_least(self, 0.0, "drain_s")
         at_least(self, 1, "block_tokens", "max_batch", "max_waiting_jobs")
         at_least(self, 0, "threads")
@@ -353,7 +341,7 @@ class UpConfig:
     transport: Annotated[TransportKind, "how KV moves between the nodes: auto, shm, tcp or rdma"] = TransportKind.AUTO
     run_dir: Annotated[Path | None, "folder for sockets; a fresh one otherwise, removed at the end"] = None
     log_dir: Annotated[Path | None, "folder for one log file of each process; all go to stderr otherwise"] = None
-    fake: FakeConfig = FakeConfig()
+    fake: FakeConfig = field(default_factory=FakeConfig)
     share_cache_across_tenants: Annotated[bool, "let tenants find each other's KV; they can tell by the time"] = False
     keys: Annotated[
         Path | None, "folder with keys and API keys (mooncake keys): the gateway then asks for API keys"

@@ -65,10 +65,23 @@ def one_role(switchable: bool, stages: int) -> None:
         raise ValueError("switchable: an instance of several stages prefills only")
 
 
+def listed(endpoints: str) -> tuple[str, ...]:
+    """The endpoints of a list that is separated by commas."""
+    return tuple(endpoint.strip() for endpoint in endpoints.split(","))
+
+
 def connected_each(name: str, endpoints: Sequence[str]) -> None:
     """The one field holds endpoints to connect to."""
     for endpoint in endpoints:
         _tcp_host(name, endpoint, least_port=1)
+
+
+def conductors(config: object) -> None:
+    """The field ``conductor`` lists endpoints to connect to, each once."""
+    endpoints = listed(getattr(config, "conductor"))  # noqa: B009 - the configs share no base
+    connected_each("conductor", endpoints)
+    if len(set(endpoints)) < len(endpoints):
+        raise ValueError(f"conductor: names one endpoint twice: {', '.join(endpoints)}")
 
 
 def connected(config: object, *names: str) -> None:

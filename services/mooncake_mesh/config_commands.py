@@ -4,21 +4,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
-from mooncake_mesh.config_checks import above_zero, at_least, connected
+from mooncake_mesh.config_checks import above_zero, at_least, conductors, connected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusConfig:
     """``mooncake status``: what to ask, and how to show it."""
 
-    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    conductor: Annotated[str, "endpoint of the conductor, or of several, separated by commas"] = "tcp://127.0.0.1:7700"
     keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     timeout_s: Annotated[float, "how long to wait for its answer"] = 3.0
     watch_s: Annotated[float | None, "ask again this often, until interrupted"] = None
     json: Annotated[bool, "print the report as one JSON object"] = False
 
     def __post_init__(self) -> None:
-        connected(self, "conductor")
+        conductors(self)
         above_zero(self, "timeout_s")
         if self.watch_s is not None:
             above_zero(self, "watch_s")
@@ -47,7 +47,7 @@ class ChatConfig:
 class ProfileConfig:
     """``mooncake profile``: which mesh to measure, how thoroughly, and where the profile goes."""
 
-    conductor: Annotated[str, "endpoint of the conductor"] = "tcp://127.0.0.1:7700"
+    conductor: Annotated[str, "endpoint of the conductor, or of several, separated by commas"] = "tcp://127.0.0.1:7700"
     gateway: Annotated[str, "endpoint of the gateway for SDK clients"] = "tcp://127.0.0.1:7710"
     keys: Annotated[Path | None, "folder with the keys of tcp sockets (mooncake keys)"] = None
     model: Annotated[str | None, "model to measure; the one that is served otherwise"] = None
@@ -58,7 +58,8 @@ class ProfileConfig:
     plot: Annotated[Path | None, "picture of measured over modelled times; needs matplotlib"] = None
 
     def __post_init__(self) -> None:
-        connected(self, "conductor", "gateway")
+        conductors(self)
+        connected(self, "gateway")
         at_least(self, 64, "longest_prompt_tokens")
         at_least(self, 1, "largest_batch", "repeats")
 

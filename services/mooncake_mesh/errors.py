@@ -6,7 +6,7 @@
     ├─ ConfigError                 dotted path of the bad key
     ├─ WireError                   VersionMismatch · MalformedMessage · UnknownKind   (mooncake_proto.errors)
     ├─ MeshError                   PeerUnreachable* · KeyRefused · CallTimeout* · Draining* · SlowReader · Refused ·
-    │                              RemoteFailure
+    │                              NotLeader* · RemoteFailure
     ├─ RequestError                InvalidRequest · ModelNotFound · TooLong · InvalidApiKey · Rejected* ·
     │                              DecodeRefused* · TooLate* · Aborted · DeadlineExceeded
     ├─ TransferError               SliceLost* · ChecksumMismatch* · NoFreeBlocks*
@@ -39,6 +39,7 @@ __all__ = [
     "ModelNotFound",
     "MooncakeError",
     "NoFreeBlocks",
+    "NotLeader",
     "PeerUnreachable",
     "Refused",
     "Rejected",
@@ -103,6 +104,13 @@ class Refused(MeshError):
 
 class Draining(MeshError):
     code = "draining"
+    retryable = True
+
+
+class NotLeader(MeshError):
+    """Another conductor leads, or none does for now."""
+
+    code = "not_leader"
     retryable = True
 
 

@@ -9,12 +9,15 @@ from rich.console import Console
 
 from mooncake_mesh.cli import status
 from mooncake_mesh.config_commands import StatusConfig
-from mooncake_mesh.errors import CallTimeout
+from mooncake_mesh.errors import CallTimeout, PeerUnreachable
+from mooncake_mesh.mesh import conductors
 from mooncake_proto.control import (
     ClassReport,
     ClusterState,
     Health,
     Latency,
+    LeaderQuery,
+    LeaderReport,
     Load,
     Member,
     MemberState,
@@ -100,21 +103,33 @@ class ScriptedRpc:
 
     answer: StatusReport | Exception
 
+    leader = "ipc:///tmp/a.ipc"
+
     def __init__(self, endpoint: str, keys: object = None) -> None:
+        self.endpoint = endpoint
+
+    def close(self) -> None:
         pass
 
-    async def __aenter__(self) -> "ScriptedRpc":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    def fail_open_calls(self, why: str) -> None:
         pass
 
-    async def call(self, body: object, expect: type, *, timeout_s: float) -> StatusReport:
+    async def call(self, body: object, expect: type, *, timeout_s: float) -> StatusReport | LeaderReport:
+        if isinstance(body, LeaderQuery):
+            return self._standing()
+        assert self.endpoint not in ("ipc:///tmp/b.ipc", "ipc:///tmp/gone.ipc"), "only the leader knows"
         assert isinstance(body, StatusQuery)
         assert expect is StatusReport
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
+
+    def _standing(self) -> LeaderReport:
+        if self.endpoint.endswith("gone.ipc"):
+            raise PeerUnreachable("no live connection")
+        leads = self.endpoint == self.leader
+        leader = "" if leads else f"a at {self.leader}"
+        return LeaderReport(instance_id=InstanceId("x"), leads=leads, epoch=7 * leads, leader=leader, trouble="")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +139,7 @@ class ScriptedRpc:
 def test_exit_code(
     answer: StatusReport | Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(status, "RpcClient", ScriptedRpc)
+    monkeypatch.setattr(conductors, "RpcClient", ScriptedRpc)
     monkeypatch.setattr(ScriptedRpc, "answer", answer, raising=False)
     assert status.run(StatusConfig(conductor="ipc:///tmp/c.ipc")) == code
     captured = capsys.readouterr()
@@ -134,11 +149,36 @@ def test_exit_code(
 
 
 def test_json_output_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(status, "RpcClient", ScriptedRpc)
+    monkeypatch.setattr(conductors, "RpcClient", ScriptedRpc)
     monkeypatch.setattr(ScriptedRpc, "answer", _report(healthy=False), raising=False)
     assert status.run(StatusConfig(json=True)) == status.NOT_HEALTHY
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["reasons"] == ["no decode instance", "no gateway"]
+
+
+def test_of_several_conductors_it_says_who_leads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(conductors, "RpcClient", ScriptedRpc)
+    monkeypatch.setattr(ScriptedRpc, "answer", _report(), raising=False)
+    several = "ipc:///tmp/gone.ipc, ipc:///tmp/a.ipc, ipc:///tmp/b.ipc"
+    assert status.run(StatusConfig(conductor=several)) == status.HEALTHY
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "conductor at ipc:///tmp/gone.ipc: no answer (no live connection)",
+        "conductor at ipc:///tmp/a.ipc: leads, epoch 7",
+        "conductor at ipc:///tmp/b.ipc: standby, the leader is a at ipc:///tmp/a.ipc",
+    ]
+
+
+def test_without_a_leader_there_is_no_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(conductors, "RpcClient", ScriptedRpc)
+    assert status.run(StatusConfig(conductor="ipc:///tmp/gone.ipc,ipc:///tmp/b.ipc")) == status.UNREACHABLE
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "ipc:///tmp/b.ipc: standby" in told.err
+    assert "ipc:///tmp/gone.ipc: no live connection" in told.err
 
 
 def test_classes_show_their_goodput_and_which_objective_is_missed() -> None:

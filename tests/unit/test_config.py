@@ -47,6 +47,9 @@ def test_defaults_are_valid_and_frozen(cls: type) -> None:
         (GatewayConfig, "bind", "ipc://"),
         (GatewayConfig, "stream_bind", "ipc:///" + "x" * 107),
         (GatewayConfig, "conductor", "tcp://127.0.0.1:0"),
+        (GatewayConfig, "conductor", "tcp://10.0.0.5:7700,10.0.0.6:7700"),
+        (GatewayConfig, "conductor", "tcp://10.0.0.5:7700,"),
+        (GatewayConfig, "conductor", "tcp://10.0.0.5:7700, tcp://10.0.0.5:7700"),
         (GatewayConfig, "request_deadline_s", -1.0),
         (GatewayConfig, "max_replacements", -1),
         (GatewayConfig, "model", "  "),
@@ -121,6 +124,7 @@ def test_local_endpoint_is_fine(endpoint: str) -> None:
 
 def test_connecting_elsewhere_is_fine() -> None:
     assert GatewayConfig(conductor="tcp://10.0.0.5:7700").conductor == "tcp://10.0.0.5:7700"
+    assert GatewayConfig(conductor="tcp://10.0.0.5:7700, tcp://10.0.0.6:7700")
 
 
 def test_longest_socket_path_fits() -> None:

@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import pytest
 
-from mooncake_mesh.errors import MooncakeError, PeerUnreachable, Rejected
+from mooncake_mesh.errors import MooncakeError, NotLeader, PeerUnreachable, Rejected, RemoteFailure, failure_of
 from mooncake_mesh.gateway import core
 from mooncake_mesh.gateway.api import TokenRequest
 from mooncake_mesh.gateway.mesh import MeshClient
-from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_mesh.mesh.conductors import Conductors
 from mooncake_proto.control import ClusterState, Health, Load, Member, MemberState, ModelCard, Role
 from mooncake_proto.errors import WireError
 from mooncake_proto.ids import Incarnation, InstanceId, NodeId, RequestId
@@ -29,6 +29,12 @@ REQUEST = TokenRequest(
 class RaisingConductor:
     def __init__(self, error: MooncakeError) -> None:
         self.error = error
+
+    @property
+    def leader(self) -> "RaisingConductor":
+        return self
+
+    connect_timeout_s = None
 
     async def call(self, *_: Any, **__: Any) -> None:
         raise self.error
@@ -52,6 +58,7 @@ def cluster() -> ClusterState:
     [
         (WireError("answered Pong to Schedule"), WireError),
         (PeerUnreachable("no conductor"), Rejected),
+        (RemoteFailure(failure_of(NotLeader("the leader is another"))), Rejected),
     ],
 )
 def test_trouble_with_the_conductor_ends_the_request_and_not_the_gateway(
@@ -62,7 +69,7 @@ def test_trouble_with_the_conductor_ends_the_request_and_not_the_gateway(
     async def scenario() -> None:
         conductor = RaisingConductor(trouble)
         async with asyncio.TaskGroup() as tasks:
-            mesh = MeshClient(cast(RpcClient, conductor), tasks, max_replacements=1)
+            mesh = MeshClient(cast(Conductors, conductor), tasks, max_replacements=1)
             mesh.heard(cluster())
             for _ in range(2):
                 with pytest.raises(expected):
@@ -79,6 +86,12 @@ class SilentConductor:
         self.asked = asyncio.Event()
         self.given_up: list[object] = []
 
+    @property
+    def leader(self) -> "SilentConductor":
+        return self
+
+    connect_timeout_s = None
+
     async def call(self, body: object, *_: Any, **__: Any) -> None:
         self.asked.set()
         try:
@@ -92,7 +105,7 @@ def test_who_leaves_before_a_placement_stops_asking_for_one() -> None:
     async def scenario() -> None:
         conductor = SilentConductor()
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-            mesh = MeshClient(cast(RpcClient, conductor), tasks, max_replacements=1)
+            mesh = MeshClient(cast(Conductors, conductor), tasks, max_replacements=1)
             mesh.heard(cluster())
             caller = tasks.create_task(anext(mesh.generate(REQUEST)))
             await conductor.asked.wait()

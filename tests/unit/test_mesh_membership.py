@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from mooncake_mesh.errors import Refused
+from mooncake_mesh.mesh.conductors import Conductors
 from mooncake_mesh.mesh.endpoint import Publisher
 from mooncake_mesh.mesh.membership import Membership
-from mooncake_mesh.mesh.rpc import Caller, RpcClient
+from mooncake_mesh.mesh.rpc import Caller
 from mooncake_proto import codec
 from mooncake_proto.control import (
     ClusterState,
@@ -83,7 +84,7 @@ def test_registers_beats_and_says_goodbye(run: Run[None]) -> None:
     async def scenario() -> None:
         conductor = Conductor()
         loads = iter(range(1000))
-        async with conductor.serve() as server, RpcClient(server.endpoint) as client:
+        async with conductor.serve() as server, Conductors(server.endpoint) as client:
             membership = Membership(client, ME, lambda: Load(queued_jobs=next(loads)))
             async with running(membership):
                 await soon(membership.registered.wait())
@@ -101,7 +102,7 @@ def test_registers_beats_and_says_goodbye(run: Run[None]) -> None:
 def test_news_do_not_wait_for_the_next_turn(run: Run[None]) -> None:
     async def scenario() -> None:
         conductor = Conductor(heartbeat_s=600.0)
-        async with conductor.serve() as server, RpcClient(server.endpoint) as client:
+        async with conductor.serve() as server, Conductors(server.endpoint) as client:
             membership = Membership(client, ME, Load)
             async with running(membership):
                 await soon(membership.registered.wait())
@@ -121,7 +122,7 @@ def test_a_conductor_that_does_not_know_us_is_told_again(run: Run[None]) -> None
             nonlocal published
             published += 1
 
-        async with conductor.serve() as server, RpcClient(server.endpoint) as client:
+        async with conductor.serve() as server, Conductors(server.endpoint) as client:
             membership = Membership(client, ME, Load, on_registered=publish)
             async with running(membership):
                 await until(lambda: conductor.beats)
@@ -139,7 +140,7 @@ def test_a_restarted_conductor_is_joined_and_heard_at_its_new_address(run: Run[N
     async def scenario() -> None:
         address = f"ipc://{tmp_path}/conductor"
         heard: list[ClusterState] = []
-        async with RpcClient(address) as client:
+        async with Conductors(address) as client:
             membership = Membership(client, ME, Load, on_cluster=heard.append)
             async with running(membership):
                 for life in ("first", "second"):
@@ -164,7 +165,7 @@ def test_a_refused_member_tries_again(run: Run[None]) -> None:
     async def scenario() -> None:
         conductor = Conductor()
         conductor.refusals = 2
-        async with conductor.serve() as server, RpcClient(server.endpoint) as client:
+        async with conductor.serve() as server, Conductors(server.endpoint) as client:
             membership = Membership(client, ME, Load)
             async with running(membership):
                 await soon(membership.registered.wait())
@@ -186,7 +187,7 @@ def test_who_has_left_does_not_come_back(run: Run[None]) -> None:
             publisher.publish(codec.encode(state))
             return state in heard
 
-        async with conductor.serve() as server, RpcClient(server.endpoint) as client:
+        async with conductor.serve() as server, Conductors(server.endpoint) as client:
             membership = Membership(client, ME, Load, on_cluster=heard.append)
             async with running(membership):
                 await until(lambda: conductor.beats)
@@ -202,7 +203,7 @@ def test_who_has_left_does_not_come_back(run: Run[None]) -> None:
 
 def test_leaving_does_not_wait_for_a_conductor_that_is_gone(run: Run[None], tmp_path: object) -> None:
     async def scenario() -> None:
-        async with RpcClient(f"ipc://{tmp_path}/nobody") as client:
+        async with Conductors(f"ipc://{tmp_path}/nobody") as client:
             await soon(Membership(client, ME, Load).leave())
 
     run(scenario())

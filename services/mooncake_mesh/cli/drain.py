@@ -19,6 +19,7 @@ from typing import Final
 from mooncake_mesh.cli.drain_state import DrainState, check_others_are_left, chosen, state_of
 from mooncake_mesh.errors import MooncakeError, PeerUnreachable, Refused
 from mooncake_mesh.mesh import key_folder
+from mooncake_mesh.mesh.conductors import Conductors
 from mooncake_mesh.mesh.curve import MeshKeys
 from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_proto.control import Drain, MemberState, Ok, StatusQuery, StatusReport, Stop
@@ -44,7 +45,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="mooncake drain", description="Take workers out of service without a failed request.", allow_abbrev=False
     )
     parser.add_argument("names", metavar="NAME", nargs="+", help="an instance, or a node: all its workers")
-    parser.add_argument("--conductor", default=_CONDUCTOR, help="endpoint of the conductor (default %(default)s)")
+    parser.add_argument(
+        "--conductor",
+        default=_CONDUCTOR,
+        help="endpoint of the conductor, or of several, separated by commas (default %(default)s)",
+    )
     parser.add_argument("--keys", type=Path, help="folder with the keys of tcp sockets (mooncake keys)")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="longest wait (default %(default)g)")
     parser.add_argument("--stop", action="store_true", help="end the processes once they are drained")
@@ -54,12 +59,12 @@ def _parser() -> argparse.ArgumentParser:
 
 async def _run(arguments: argparse.Namespace, keys: MeshKeys | None) -> int:
     deadline_s = monotonic() + arguments.timeout_s
-    async with RpcClient(arguments.conductor, keys=keys) as conductor:
-        report = await _report(conductor)
+    async with Conductors(arguments.conductor, keys=keys) as conductors:
+        report = await _report(conductors)
         workers, messengers = chosen(report, arguments.names)
         if not arguments.force:
             check_others_are_left(report, workers)
-        watch = _Watch(conductor, deadline_s)
+        watch = _Watch(conductors, deadline_s)
         for worker in workers:
             await _order(worker, Drain(incarnation=worker.member.incarnation), keys)
         if not await watch.until(workers, (DrainState.SERVING_KV, DrainState.GONE)):
@@ -74,8 +79,9 @@ async def _run(arguments: argparse.Namespace, keys: MeshKeys | None) -> int:
     return 0
 
 
-async def _report(conductor: RpcClient) -> StatusReport:
-    return await conductor.call(StatusQuery(), StatusReport, timeout_s=_CALL_TIMEOUT_S)
+async def _report(conductors: Conductors) -> StatusReport:
+    await conductors.follow()
+    return await conductors.leader.call(StatusQuery(), StatusReport, timeout_s=_CALL_TIMEOUT_S)
 
 
 async def _order(state: MemberState, order: Drain | Stop, keys: MeshKeys | None) -> None:
@@ -92,15 +98,15 @@ async def _order(state: MemberState, order: Drain | Stop, keys: MeshKeys | None)
 class _Watch:
     """Tells each change of state on stdout."""
 
-    def __init__(self, conductor: RpcClient, deadline_s: float) -> None:
-        self._conductor = conductor
+    def __init__(self, conductors: Conductors, deadline_s: float) -> None:
+        self._conductors = conductors
         self._deadline_s = deadline_s
         self._said: dict[str, DrainState] = {}
 
     async def until(self, members: Sequence[MemberState], wanted: tuple[DrainState, ...]) -> bool:
         """Wait until all *members* are in a *wanted* state; False after the deadline."""
         while True:
-            report = await _report(self._conductor)
+            report = await _report(self._conductors)
             states = [state_of(report, one.member.instance_id, one.member.incarnation) for one in members]
             for one, state in zip(members, states, strict=True):
                 self._say(one.member.instance_id, state)

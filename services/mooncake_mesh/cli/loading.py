@@ -18,6 +18,7 @@ from mooncake_mesh.cli import values
 from mooncake_mesh.cli.settings import PREFIX, Setting, flat, section_of, settings_of
 from mooncake_mesh.cli.values import Value
 from mooncake_mesh.config import SECTIONS, FakeConfig, RoleConfig
+from mooncake_mesh.config_etcd import EtcdConfig
 from mooncake_mesh.config_layerwise import LayerwiseConfig
 from mooncake_mesh.config_pipeline import PipelineConfig
 from mooncake_mesh.config_rdma import ALIASES, RdmaConfig
@@ -27,6 +28,7 @@ from mooncake_mesh.errors import ConfigError
 C = TypeVar("C", bound=RoleConfig)
 
 _TABLES: Final[dict[str, type]] = {
+    "etcd": EtcdConfig,
     "fake": FakeConfig,
     "layerwise": LayerwiseConfig,
     "pipeline": PipelineConfig,

@@ -20,7 +20,7 @@ from mooncake_mesh.client import MooncakeClient
 from mooncake_mesh.config_commands import ProfileConfig
 from mooncake_mesh.errors import MooncakeError, PeerUnreachable
 from mooncake_mesh.mesh import key_folder
-from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_mesh.mesh.conductors import Conductors
 from mooncake_mesh.policy.cost_fit import PolynomialCost, TransferSample, fit_cost
 from mooncake_mesh.policy.cost_profile import dump_kinds, load_kinds
 
@@ -59,10 +59,11 @@ def run(config: ProfileConfig) -> int:
 async def _run(config: ProfileConfig) -> int:
     keys = None if config.keys is None else key_folder.load(config.keys)
     async with (
-        RpcClient(config.conductor, keys=keys) as conductor,
+        Conductors(config.conductor, keys=keys) as conductors,
         MooncakeClient(config.gateway, keys=config.keys) as client,
     ):
-        measurement = Measurement(client, conductor, model=config.model)
+        await conductors.follow()
+        measurement = Measurement(client, conductors.leader, model=config.model)
         plan = plan_for(config.longest_prompt_tokens, config.largest_batch, config.repeats)
         await measurement.run(plan, _tell)
     costs = fitted(measurement)

@@ -18,11 +18,12 @@ from mooncake_mesh.cli.drain_state import drain_state
 from mooncake_mesh.config_commands import StatusConfig
 from mooncake_mesh.errors import MooncakeError
 from mooncake_mesh.mesh import key_folder
-from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_mesh.mesh.conductors import Conductors, standing
 from mooncake_proto.control import (
     ClassReport,
     Health,
     Latency,
+    LeaderReport,
     Load,
     MemberState,
     Role,
@@ -48,8 +49,10 @@ async def _run(config: StatusConfig) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     while True:
         try:
-            async with RpcClient(config.conductor, keys=keys) as client:
-                report = await client.call(StatusQuery(), StatusReport, timeout_s=config.timeout_s)
+            async with Conductors(config.conductor, keys=keys) as conductors:
+                standings = await _standings(conductors)
+                await conductors.follow()
+                report = await conductors.leader.call(StatusQuery(), StatusReport, timeout_s=config.timeout_s)
         except MooncakeError as error:
             sys.stderr.write(f"mooncake status: no answer from the conductor at {config.conductor}: {error}\n")
             code = UNREACHABLE
@@ -62,9 +65,22 @@ async def _run(config: StatusConfig) -> int:
                 sys.stdout.flush()
             else:
                 show(report, console)
+                for line in standings:
+                    console.print(line, highlight=False)
         if config.watch_s is None:
             return code
         await asyncio.sleep(config.watch_s)
+
+
+async def _standings(conductors: Conductors) -> list[str]:
+    """What each of several conductors says of itself; of the only one there is nothing to say."""
+    if not conductors.are_several:
+        return []
+    reports = await conductors.reports()
+    return [
+        f"conductor at {endpoint}: {standing(said) if isinstance(said, LeaderReport) else f'no answer ({said})'}"
+        for endpoint, said in reports
+    ]
 
 
 def as_json(report: StatusReport) -> str:

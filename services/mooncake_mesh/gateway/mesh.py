@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 import structlog
 
-from mooncake_mesh.errors import CallTimeout, MooncakeError, PeerUnreachable, Rejected
+from mooncake_mesh.errors import MooncakeError, Rejected
 from mooncake_mesh.gateway.api import Readiness, TokenEvent, TokenRequest
 from mooncake_mesh.gateway.core import CONDUCTOR_UNREACHABLE, KeySpace, RequestCore
 from mooncake_mesh.gateway.ledger import Ledger, RequestAccount
@@ -40,8 +40,9 @@ from mooncake_mesh.gateway.request_events import (
 from mooncake_mesh.gateway.request_story import RequestStory, Stories
 from mooncake_mesh.gateway.worker_calls import WorkerCalls
 from mooncake_mesh.kv.block_hash import key_root
+from mooncake_mesh.mesh.conductors import Conductors, is_without_conductor
 from mooncake_mesh.mesh.phonebook import Phonebook
-from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient
+from mooncake_mesh.mesh.rpc import Caller, Handler
 from mooncake_proto.client import RequestTrace
 from mooncake_proto.control import (
     ClusterState,
@@ -103,14 +104,14 @@ class MeshClient:
 
     def __init__(
         self,
-        conductor: RpcClient,
+        conductors: Conductors,
         tasks: asyncio.TaskGroup,
         *,
         max_replacements: int,
         sharing: CacheSharing = CacheSharing.WITHIN_TENANT,
         on_end: Callable[[RequestStory], None] = lambda _: None,
     ) -> None:
-        self._conductor = conductor
+        self._conductors = conductors
         self._tasks = tasks
         self._max_replacements = max_replacements
         self._sharing = sharing
@@ -181,7 +182,7 @@ class MeshClient:
 
     async def _told(self, query: object, expect: type[_Report]) -> _Report | None:
         try:
-            return await self._conductor.call(query, expect, timeout_s=_REPORT_TIMEOUT_S)
+            return await self._conductors.leader.call(query, expect, timeout_s=_REPORT_TIMEOUT_S)
         except MooncakeError as error:
             log.info("conductor_silent", code=error.code)
             return None
@@ -275,18 +276,20 @@ class MeshClient:
         if running.core.is_over:
             return
         try:
-            reply = await self._conductor.call(
+            reply = await self._conductors.leader.call(
                 command.schedule,
                 (Placement, RejectedReply),
                 timeout_s=_SCHEDULE_TIMEOUT_S,
+                connect_timeout_s=self._conductors.connect_timeout_s,
                 cause=job_id,
             )
-        except (PeerUnreachable, CallTimeout) as error:
+        except MooncakeError as error:
+            if not is_without_conductor(error):  # its own word, or an answer that makes no sense
+                self._feed(running, NotPlaced(job_id=job_id, error=error))
+                return
             log.warning("conductor_unreachable", job_id=job_id, code=error.code)
             refusal = Rejected(CONDUCTOR_UNREACHABLE, unavailable=True, retry_after_s=_CONDUCTOR_RETRY_AFTER_S)
             self._feed(running, NotPlaced(job_id=job_id, error=refusal))
-        except MooncakeError as error:  # the conductor's own word, or an answer that makes no sense
-            self._feed(running, NotPlaced(job_id=job_id, error=error))
         else:
             self._feed(running, self._placement_event(reply))
 

@@ -40,9 +40,10 @@ from mooncake_mesh.gateway.metrics import DoorMetrics
 from mooncake_mesh.gateway.sdk_door import SdkDoor
 from mooncake_mesh.gateway.tokenizer import ByteTokenizer, Tokenizer
 from mooncake_mesh.gateway.tracing import load_tracing
+from mooncake_mesh.mesh.conductors import Conductors
 from mooncake_mesh.mesh.curve import Audience
 from mooncake_mesh.mesh.membership import Membership
-from mooncake_mesh.mesh.rpc import Caller, RpcClient, RpcServer
+from mooncake_mesh.mesh.rpc import Caller, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_proto.control import Load, Member, Ping, Pong, Role
 from mooncake_proto.ids import InstanceId, NodeId, new_incarnation
@@ -72,11 +73,11 @@ class GatewayService:
         config = self._config
         tracing = load_tracing(config.instance_id)
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
-        conductor = RpcClient(config.conductor)
+        conductors = Conductors(config.conductor)
         doorkeeper = Doorkeeper(None if config.keys is None else config.keys / api_keys.FILE_NAME)
         sharing = CacheSharing.ACROSS_TENANTS if config.share_cache_across_tenants else CacheSharing.WITHIN_TENANT
         mesh = MeshClient(
-            conductor,
+            conductors,
             self._tasks,
             max_replacements=config.max_replacements,
             sharing=sharing,
@@ -95,12 +96,12 @@ class GatewayService:
         http_limits = HttpLimits(max_body_bytes=config.max_body_bytes)
         http = await self._http_server(create_app(mesh, completions, metrics, http_limits, doorkeeper, kept.caching))
         membership = Membership(
-            conductor, self._member, lambda: Load(running_jobs=completions.running), on_cluster=mesh.heard
+            conductors, self._member, lambda: Load(running_jobs=completions.running), on_cluster=mesh.heard
         )
         serving = self._tasks.create_task(http.serve())
         joining = self._tasks.create_task(membership.run())
         watching = self._tasks.create_task(mesh.watch())
-        reporting = self._tasks.create_task(mesh.ledger.run(self._member.instance_id, conductor.post))
+        reporting = self._tasks.create_task(mesh.ledger.run(self._member.instance_id, conductors.post))
         await _poll(lambda: http.started or serving.done(), timeout_s=_START_S)
         if not http.started:
             raise MeshError("the HTTP server does not start")
@@ -120,7 +121,7 @@ class GatewayService:
         await clients.close()
         await streams.close()
         mesh.close()
-        conductor.close()
+        conductors.close()
         completions.close()
         await asyncio.to_thread(tracing.close)
 

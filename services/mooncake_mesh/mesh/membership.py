@@ -2,7 +2,7 @@
 
 The conductor holds soft state only. When it answers a beat with "unknown" (it restarted, or it had declared us dead)
 the process registers again and *on_registered* gives it the chance to publish what the conductor needs, such as a
-snapshot of its blocks.
+snapshot of its blocks. Of several conductors it registers with the one that leads.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from mooncake_mesh.errors import MeshError, MooncakeError
+from mooncake_mesh.mesh.conductors import Conductors
 from mooncake_mesh.mesh.connecting import subscriber
 from mooncake_mesh.mesh.endpoint import Channel
-from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_proto import codec
 from mooncake_proto.control import (
     ClusterState,
@@ -39,14 +39,14 @@ class Membership:
 
     def __init__(
         self,
-        conductor: RpcClient,
+        conductors: Conductors,
         member: Member,
         load: Callable[[], Load],
         *,
         on_registered: Callable[[], Awaitable[None]] | None = None,
         on_cluster: Callable[[ClusterState], None] | None = None,
     ) -> None:
-        self._conductor = conductor
+        self._conductors = conductors
         self._member = member
         self._load = load
         self._on_registered = on_registered
@@ -65,6 +65,7 @@ class Membership:
         try:
             while not self._has_left:
                 try:
+                    await self._conductors.follow()
                     registered = await self._register()
                     await self._beat(registered)
                 except MooncakeError as error:
@@ -85,14 +86,15 @@ class Membership:
         self._has_left = True
         goodbye = Goodbye(instance_id=self._member.instance_id, incarnation=self._member.incarnation)
         try:
-            await self._conductor.send(goodbye, timeout_s=_GOODBYE_TIMEOUT_S)
+            await self._conductors.leader.send(goodbye, timeout_s=_GOODBYE_TIMEOUT_S)
         except MeshError as error:
             log.info("goodbye_undelivered", code=error.code)
 
     async def _register(self) -> Registered:
         register = Register(member=self._member, load=self._load())
-        reply = await self._conductor.call(register, Registered, timeout_s=_CALL_TIMEOUT_S)
+        reply = await self._conductors.leader.call(register, Registered, timeout_s=_CALL_TIMEOUT_S)
         log.info("registered", conductor=reply.conductor)
+        self._conductors.registered(reply.epoch)
         if self._on_cluster is not None:
             self._subscribe(reply.publish_endpoint)
         if self._on_registered is not None:
@@ -115,7 +117,7 @@ class Membership:
             beat = Heartbeat(
                 instance_id=self._member.instance_id, incarnation=self._member.incarnation, load=self._load()
             )
-            ack = await self._conductor.call(beat, HeartbeatAck, timeout_s=_CALL_TIMEOUT_S)
+            ack = await self._conductors.leader.call(beat, HeartbeatAck, timeout_s=_CALL_TIMEOUT_S)
             if self._has_left:
                 return
             if not ack.known or ack.conductor != registered.conductor:

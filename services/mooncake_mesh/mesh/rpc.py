@@ -236,7 +236,7 @@ class RpcClient:
 
     def close(self) -> None:
         """Fail what is still open and close the socket."""
-        self._fail_open_calls("the client was closed")
+        self.fail_open_calls("the client was closed")
         self._channel.close()
 
     def post(self, body: object, *, cause: str = "") -> None:
@@ -366,12 +366,13 @@ class RpcClient:
         self.is_connected = link is Link.UP
         if self.is_connected:
             return
-        self._fail_open_calls("the connection was lost")
+        self.fail_open_calls("the connection was lost")
         if self._on_lost is not None:
             self._on_lost()
 
-    def _fail_open_calls(self, why: str) -> None:
-        """Errors are results here, not exceptions, so that one which nobody awaits any more makes no noise."""
+    def fail_open_calls(self, why: str) -> None:
+        """Every call that waits for a reply fails with PeerUnreachable now; a reply that comes later is nobody's."""
+        # Errors are results here, not exceptions, so that one which nobody awaits any more makes no noise.
         waiters = list(self._open.values())
         self._open.clear()
         for waiter in waiters:

@@ -7,7 +7,7 @@ import structlog
 
 from mooncake_mesh.errors import MooncakeError
 from mooncake_mesh.kv.event_stream import EventLog, Unsendable
-from mooncake_mesh.mesh.rpc import RpcClient
+from mooncake_mesh.mesh.conductors import Conductors
 from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_proto.ids import Incarnation, NodeId
 from mooncake_proto.kvcache import KvEvents, KvEventsAck, KvSnapshot
@@ -25,8 +25,8 @@ _GATHER_S: Final = 0.02
 class KvPublisher:
     """Sends what the pool reports. :meth:`poke` after every change of the pool; :meth:`restart` after registration."""
 
-    def __init__(self, conductor: RpcClient, node_id: NodeId, incarnation: Incarnation) -> None:
-        self._conductor = conductor
+    def __init__(self, conductors: Conductors, node_id: NodeId, incarnation: Incarnation) -> None:
+        self._conductors = conductors
         self._log = EventLog(node_id, incarnation, replay_events=_REPLAY_EVENTS)
         self._core: MessengerCore | None = None
         self._acked_seq = 1
@@ -63,7 +63,7 @@ class KvPublisher:
 
     async def _catch_up(self) -> None:
         while (message := self._next()) is not None:
-            ack = await self._conductor.call(message, KvEventsAck, timeout_s=_CALL_TIMEOUT_S)
+            ack = await self._conductors.leader.call(message, KvEventsAck, timeout_s=_CALL_TIMEOUT_S)
             self._acked_seq = ack.next_seq
 
     def _next(self) -> KvEvents | KvSnapshot | None:

@@ -32,12 +32,13 @@ from mooncake_mesh.errors import (
 )
 from mooncake_mesh.mesh.arena import ArenaServer, Holder
 from mooncake_mesh.mesh.arena_memory import Arena
+from mooncake_mesh.mesh.conductors import Conductors
 from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.host import host_id
 from mooncake_mesh.mesh.membership import Membership
 from mooncake_mesh.mesh.orders import stop_ordered
 from mooncake_mesh.mesh.phonebook import Phonebook
-from mooncake_mesh.mesh.rpc import Caller, Handler, RpcClient, RpcServer
+from mooncake_mesh.mesh.rpc import Caller, Handler, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.cut_arena import CutArena
@@ -103,8 +104,8 @@ class MessengerService:
         self._crew = Crew(_COPY_THREADS, name="kv-work")
         self._sources = SourceArenas(self._holder)
         self._peers = Phonebook(on_lost=self._peer_lost)
-        self._conductor = RpcClient(config.conductor)
-        self._publisher = KvPublisher(self._conductor, NodeId(config.node_id), self._incarnation)
+        self._conductors = Conductors(config.conductor)
+        self._publisher = KvPublisher(self._conductors, NodeId(config.node_id), self._incarnation)
         self._membership: Membership | None = None
         self._cut: CutArena | None = None
         self._listener: TcpListener | None = None
@@ -152,7 +153,7 @@ class MessengerService:
             incarnation=self._incarnation,
             endpoint=self._server.endpoint,
         )
-        membership = self._membership = Membership(self._conductor, member, self._load, on_registered=self._registered)
+        membership = self._membership = Membership(self._conductors, member, self._load, on_registered=self._registered)
         background = [
             self._tasks.create_task(membership.run()),
             self._tasks.create_task(self._publisher.run()),
@@ -180,7 +181,7 @@ class MessengerService:
         if self._rdma is not None:
             self._rdma.close()
         self._peers.close()
-        self._conductor.close()
+        self._conductors.close()
         self._crew.close()
         await self._ssd.close()
         self._sources.close()

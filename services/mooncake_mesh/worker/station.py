@@ -14,6 +14,7 @@ from mooncake_mesh.engine.factory import make_engine
 from mooncake_mesh.errors import Draining, MeshError, MooncakeError, PeerUnreachable, Rejected
 from mooncake_mesh.kv.layers import StagePart
 from mooncake_mesh.mesh.arena import Holder
+from mooncake_mesh.mesh.conductors import Conductors
 from mooncake_mesh.mesh.core_board import CoreBoard
 from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.membership import Membership
@@ -94,7 +95,7 @@ class Station:
         self._has_job = has_job
         self._home = home
         self._engine_thread = Crew(1, name="engine") if home is None else home.thread
-        self._conductor = RpcClient(config.conductor)
+        self._conductors = Conductors(config.conductor)
         self._arena: NodeArena | None = None
         self._membership: Membership | None = None
 
@@ -145,7 +146,7 @@ class Station:
         self._arena = self._node_arena(engine)
         running = [self._tasks.create_task(work) for work in (self._arena.run(), *background)]
         if await self._first_attached(self._arena, lifecycle):
-            membership = Membership(self._conductor, self._member(engine, server.endpoint), self._load)
+            membership = Membership(self._conductors, self._member(engine, server.endpoint), self._load)
             self._membership = membership
             running.append(self._tasks.create_task(membership.run()))
             lifecycle.ready(self._engine_thread.progress, endpoint=server.endpoint, model=engine.spec.name)
@@ -226,7 +227,8 @@ class Station:
         return self._home.serve(self._config.bind, {SwitchRole: self._switch, **handlers})
 
     def _switch(self, order: SwitchRole, _: Caller) -> None:
-        if self._home is not None and order.incarnation == self.me.incarnation:
+        is_meant = order.incarnation == self.me.incarnation and order.epoch == self._conductors.epoch
+        if self._home is not None and is_meant:
             self._home.switch(order)
 
     async def _drain(self, membership: Membership, idle: Callable[[], Awaitable[object]]) -> None:
@@ -295,7 +297,7 @@ class Station:
         self._is_closed = True
         self.peers.close()
         self.messenger.close()
-        self._conductor.close()
+        self._conductors.close()
         self.grammars.close()
         if self._home is None:
             self._engine_thread.close()
