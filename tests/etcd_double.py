@@ -27,7 +27,7 @@ _STALL_S: Final = 2.0
 class EtcdDouble(ThreadingHTTPServer):
     """Context manager of one that answers at ``url``. While ``is_stalled`` its questions get no answer."""
 
-    daemon_threads = True
+    daemon_threads = False  # so that the end waits for every answer
 
     def __init__(self) -> None:
         self._lock = Lock()

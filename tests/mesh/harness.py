@@ -100,6 +100,7 @@ class Mesh:
         environ: Mapping[str, Mapping[str, str]] | None = None,
         ready_s: float = _READY_S,
         start: Start = Start.FORK,
+        conductors: Sequence[str] = ("conductor",),
     ) -> None:
         self.model = model
         self.folder = Path(tempfile.mkdtemp(prefix="mm-", dir="/tmp"))
@@ -110,8 +111,10 @@ class Mesh:
         self._used_shm: set[str] = set()
         self._first_flags: dict[str, list[str]] = {}
         worker = [f"--engine={engine}", f"--model={model}", f"--dtype={dtype}"]
-        conductor = f"--conductor={self._ipc('conductor')}"
-        self._add("conductor", "conductor", [f"--publish={self._ipc('cluster')}", "--heartbeat-s=0.2"])
+        conductor = f"--conductor={','.join(map(self._ipc, conductors))}"
+        for name in conductors:
+            publish = self._ipc(name.replace("conductor", "cluster"))
+            self._add("conductor", name, [f"--publish={publish}", "--heartbeat-s=0.2"])
         for node in sorted({*prefill_nodes, *decode_nodes}):
             store = [f"--node-id=node{node}", f"--run-dir={self.folder}", f"--arena-bytes={arena_bytes}"]
             self._add("messenger", f"messenger{node}", [conductor, *store])
@@ -399,8 +402,8 @@ class Mesh:
             is_ready = clients.get(self.http, "/ready").status == 200
         except (NoAnswer, OSError):
             return None
-        del wanted["conductor"]
-        return report if report.healthy and is_ready and wanted.items() <= known.items() else None
+        members = {name: life for name, life in wanted.items() if self._children[name].role != "conductor"}
+        return report if report.healthy and is_ready and members.items() <= known.items() else None
 
     def _note_shm(self, child: _Child) -> None:
         assert child.process is not None

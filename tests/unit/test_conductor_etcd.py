@@ -3,7 +3,8 @@
 import asyncio
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,27 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     else:
         with real_etcd(tmp_path_factory.mktemp("etcd")) as running:
             yield running
+
+
+Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[object]]
+
+
+@asynccontextmanager
+async def serving(handle: Handle) -> AsyncIterator[str]:
+    """URL of a server that does *handle* with each connection and hangs up."""
+    tasks: set[asyncio.Task[None] | None] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.current_task())
+        with suppress(OSError, EOFError):
+            await handle(reader, writer)
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    await asyncio.gather(*(task for task in tasks if task is not None))
 
 
 def client(url: str, key: str, *, lease_s: int = 5, timeout_s: float = 5.0) -> Etcd:
@@ -93,14 +115,12 @@ def test_the_endpoint_that_answers_is_asked_first_from_then_on(double: EtcdDoubl
     async def scenario() -> None:
         asked = 0
 
-        async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def hang_up(*_: object) -> None:
             nonlocal asked
             asked += 1
-            writer.close()
 
-        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            etcd = client(f"http://127.0.0.1:{port}, {double.url}/", "several")
+        async with serving(hang_up) as url:
+            etcd = client(f"{url}, {double.url}/", "several")
             for _ in range(3):
                 assert await etcd.seat() is None
         assert asked == 1
@@ -118,14 +138,9 @@ def test_nobody_is_there() -> None:
 
 def test_one_that_does_not_answer_is_not_waited_for() -> None:
     async def scenario() -> None:
-        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read()
-            writer.close()
-
-        async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
+        async with serving(lambda reader, _: reader.read()) as url:
             with pytest.raises(EtcdError, match=r"no answer in 0\.05 s"):
-                await client(f"http://127.0.0.1:{port}", "k", timeout_s=0.05).seat()
+                await client(url, "k", timeout_s=0.05).seat()
 
     asyncio.run(scenario())
 
@@ -149,12 +164,10 @@ def test_an_answer_that_makes_no_sense_is_an_error(answer: bytes, complaint: str
         async def odd(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"}")
             writer.write(answer)
-            writer.close()
 
-        async with await asyncio.start_server(odd, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
+        async with serving(odd) as url:
             with pytest.raises(EtcdError, match=complaint):
-                await client(f"http://127.0.0.1:{port}", "k").seat()
+                await client(url, "k").seat()
 
     asyncio.run(scenario())
 

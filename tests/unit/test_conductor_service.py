@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from mooncake_mesh.conductor import service
 from mooncake_mesh.conductor.making import conductor_core
 from mooncake_mesh.conductor.service import ConductorService
 from mooncake_mesh.config import ConductorConfig
@@ -27,11 +28,12 @@ def test_what_is_cancelled_before_its_turn_is_not_placed(run: Run[None], monkeyp
     monkeypatch.setattr(endpoint, "router", router)
     config = replace(ConductorConfig(), publish=ANY_PORT)
     core = conductor_core(config, Incarnation("c"), 0.0)
+    monkeypatch.setattr(service, "conductor_core", lambda *_: core)
 
     async def scenario() -> None:
         async with asyncio.TaskGroup() as tasks:
             lifecycle = Lifecycle()
-            tasks.create_task(ConductorService(config, core, Incarnation("c"), tasks).run(lifecycle))
+            tasks.create_task(ConductorService(config, tasks).run(lifecycle))
             await until(lambda: lifecycle.is_ready, "the conductor")
             for name in ("left", "waits"):
                 router.deliver(schedule(name), Envelope(id=MessageId(name)))

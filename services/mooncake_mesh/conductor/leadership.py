@@ -140,6 +140,11 @@ class Leadership:
         return 0 if self._term is None else self._term.epoch
 
     @property
+    def is_over(self) -> bool:
+        """After StopAsked, once nothing is open any more."""
+        return self._is_stopping and not self._is_asking
+
+    @property
     def wake_at_s(self) -> float | None:
         """When TimePassed is due; None: not before something else happens."""
         if self._term is None:

@@ -1,0 +1,182 @@
+"""Two conductors and etcd: whichever leads may die, sleep or stop, and what runs never notices."""
+
+import shutil
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mooncake_proto.control import LeaderQuery, LeaderReport, StatusQuery
+from tests.etcd_double import NO_ETCD, EtcdDouble, real_etcd
+from tests.mesh import clients
+from tests.mesh.clients import NoAnswer, Stream
+from tests.mesh.harness import Mesh
+
+pytestmark = pytest.mark.mesh
+
+CONDUCTORS = ("conductor", "conductor1")
+LEASE_S = 2
+TOKENS = 400
+SLOW = {"decode": ["--fake-decode-s-base=0.02"]}
+
+
+class MeshOfTwo(Mesh):
+    """One of the two conductors leads."""
+
+    def __init__(self, etcd: str, lease_s: int = LEASE_S) -> None:
+        flags = {"conductor": [f"--etcd-endpoints={etcd}", f"--etcd-lease-s={lease_s}"], **SLOW}
+        super().__init__(flags=flags, conductors=CONDUCTORS)
+
+    @property
+    def conductor(self) -> str:
+        return self.endpoint(self.leader() or CONDUCTORS[0])
+
+    def standing(self, name: str) -> LeaderReport | None:
+        """What a conductor says of itself; None while it says nothing."""
+        if not self.is_running(name):
+            return None
+        try:
+            return clients.ask(self.endpoint(name), LeaderQuery(), LeaderReport, timeout_s=0.3)
+        except NoAnswer:
+            return None
+
+    def leaders(self) -> list[str]:
+        standings = [(name, self.standing(name)) for name in CONDUCTORS]
+        return [name for name, standing in standings if standing is not None and standing.leads]
+
+    def leader(self) -> str | None:
+        leaders = self.leaders()
+        assert len(leaders) <= 1, leaders
+        return leaders[0] if leaders else None
+
+    def wait_leader(self, name: str | None = None, *, timeout_s: float = 20.0) -> str:
+        def look() -> str | None:
+            leader = self.leader()
+            return leader if name is None or leader == name else None
+
+        return self.wait(look, timeout_s=timeout_s, what=f"{name or 'a conductor'} to lead")
+
+
+@pytest.fixture(scope="module", params=["stand-in", "etcd"])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshOfTwo]:
+    if request.param == "stand-in":
+        with EtcdDouble() as double, MeshOfTwo(double.url) as mesh:
+            yield mesh
+    elif shutil.which("etcd") is None:
+        pytest.skip(NO_ETCD)
+    else:
+        with real_etcd(tmp_path_factory.mktemp("etcd")) as url, MeshOfTwo(url) as mesh:
+            yield mesh
+
+
+@pytest.fixture
+def mesh(shared: MeshOfTwo) -> MeshOfTwo:
+    """Whole again after whatever the last test did."""
+    return mended(shared)
+
+
+def mended(mesh: MeshOfTwo) -> MeshOfTwo:
+    for name in mesh.names:
+        if not mesh.is_running(name):
+            mesh.start(name)
+    mesh.wait_leader()
+    mesh.wait_healthy()
+    mesh.wait_idle()
+    return mesh
+
+
+def other(name: str) -> str:
+    return CONDUCTORS[1 - CONDUCTORS.index(name)]
+
+
+def test_one_leads_and_the_other_says_so(mesh: MeshOfTwo) -> None:
+    leader = mesh.wait_leader()
+    at_rest = mesh.standing(other(leader))
+    assert at_rest is not None
+    assert (at_rest.leads, at_rest.epoch, at_rest.trouble) == (False, 0, "")
+    assert at_rest.leader == f"{leader} at {mesh.endpoint(leader)}"
+    refusal = clients.refused(mesh.endpoint(other(leader)), StatusQuery())
+    assert (refusal.code, refusal.retryable) == ("not_leader", True)
+    assert refusal.message == f"standby, the leader is {at_rest.leader}"
+
+
+def test_the_leader_is_killed(mesh: MeshOfTwo) -> None:
+    prompt = "blocks that outlive the conductor which heard of them " * 3
+    clients.complete(mesh.http, prompt, 2)
+    known = mesh.wait(lambda: mesh.status().indexed_blocks["node0"] or None, what="node0 to tell its blocks")
+    leader = mesh.wait_leader()
+    before = mesh.standing(leader)
+    with Stream(mesh.http, "the leader dies", TOKENS) as first, Stream(mesh.http, "another one", TOKENS) as second:
+        first.wait_chunks(5)
+        second.wait_chunks(5)
+        mesh.kill(leader)
+        killed_s = time.monotonic()
+        # Asked while nobody leads, it waits.
+        assert clients.complete(mesh.http, "a new one", 5) == clients.expected_text("a new one", 5)
+        took_s = time.monotonic() - killed_s
+        assert first.result() == clients.expected_text("the leader dies", TOKENS)
+        assert second.result() == clients.expected_text("another one", TOKENS)
+    print(f"takeover: the next request was answered {took_s:.2f} s after a kill, lease {LEASE_S} s")  # noqa: T201
+    after = mesh.standing(mesh.wait_leader(other(leader)))
+    assert before is not None
+    assert after is not None
+    assert after.epoch > before.epoch
+    mesh.wait(lambda: mesh.status().indexed_blocks.get("node0", 0) >= known or None, what="the blocks to be told again")
+    answer = clients.post(mesh.http, "/v1/completions", clients.completion_fields(prompt, 2)).json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+
+    mesh.start(leader)
+    mesh.wait_log(leader, "standby")
+    assert mesh.leaders() == [other(leader)]
+    assert mesh.find_log(leader, "leading") is None
+
+
+def test_a_leader_that_sleeps_longer_than_its_lease(mesh: MeshOfTwo) -> None:
+    leader = mesh.wait_leader()
+    with Stream(mesh.http, "the leader sleeps", TOKENS) as stream:
+        stream.wait_chunks(5)
+        mesh.stop(leader)
+        assert clients.complete(mesh.http, "a new one", 5) == clients.expected_text("a new one", 5)
+        mesh.wait_leader(other(leader))
+        mesh.cont(leader)
+        # The very first thing that it is asked, it has to know already.
+        assert mesh.leaders() == [other(leader)]
+        mesh.wait_log(leader, "leading_no_more")
+        mesh.wait_log(leader, "standby")
+        assert mesh.leaders() == [other(leader)]
+        assert stream.result() == clients.expected_text("the leader sleeps", TOKENS)
+    mesh.wait_healthy()
+
+
+def test_a_leader_that_stops_in_an_orderly_way_is_followed_at_once() -> None:
+    """It gives its seat back, so nobody waits for the end of its lease, which is longer than this test."""
+    with EtcdDouble() as etcd, MeshOfTwo(etcd.url, lease_s=600) as mesh:
+        leader = mesh.wait_leader()
+        mesh.terminate(leader)
+        mesh.wait_leader(other(leader))
+        assert mesh.exit_code(leader) == 0
+        assert clients.complete(mesh.http, "a new one", 5) == clients.expected_text("a new one", 5)
+
+
+def test_the_standby_is_killed(mesh: MeshOfTwo) -> None:
+    leader = mesh.wait_leader()
+    mesh.kill(other(leader))
+    assert clients.complete(mesh.http, "nobody misses it", 5) == clients.expected_text("nobody misses it", 5)
+    assert mesh.leaders() == [leader]
+
+
+def test_etcd_is_away_and_comes_back() -> None:
+    with EtcdDouble() as etcd, MeshOfTwo(etcd.url) as mesh:
+        leader = mesh.wait_leader()
+        with Stream(mesh.http, "nobody leads", TOKENS) as stream:
+            stream.wait_chunks(5)
+            etcd.is_stalled = True
+            mesh.wait_log(leader, "leading_no_more")
+            assert mesh.find_log(leader, "etcd_unreachable") is not None
+            assert mesh.leaders() == []
+            with Stream(mesh.http, "waits for a leader", 5) as waiting:
+                mesh.wait_log("gateway0", "conductor_unreachable")
+                etcd.is_stalled = False
+                assert waiting.result() == clients.expected_text("waits for a leader", 5)
+            assert stream.result() == clients.expected_text("nobody leads", TOKENS)
+        assert mesh.find_log("decode0", "jobs_dropped") is None
