@@ -3,10 +3,11 @@
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
-from mooncake_proto.control import LeaderQuery, LeaderReport, StatusQuery
+from mooncake_proto.control import LeaderQuery, LeaderReport, Role, StatusQuery
 from tests.etcd_double import NO_ETCD, EtcdDouble, real_etcd
 from tests.mesh import clients
 from tests.mesh.clients import NoAnswer, Stream
@@ -85,6 +86,13 @@ def mended(mesh: MeshOfTwo) -> MeshOfTwo:
     return mesh
 
 
+def _index_is_true(mesh: MeshOfTwo) -> bool | None:
+    report = mesh.status()
+    messengers = [state for state in report.cluster.members if state.member.role is Role.MESSENGER]
+    held = {state.member.node_id: state.load.blocks_cached for state in messengers}
+    return True if len(held) == 2 and held == report.indexed_blocks else None
+
+
 def other(name: str) -> str:
     return CONDUCTORS[1 - CONDUCTORS.index(name)]
 
@@ -121,7 +129,8 @@ def test_the_leader_is_killed(mesh: MeshOfTwo) -> None:
     assert before is not None
     assert after is not None
     assert after.epoch > before.epoch
-    mesh.wait(lambda: mesh.status().indexed_blocks.get("node0", 0) >= known or None, what="the blocks to be told again")
+    mesh.wait(lambda: _index_is_true(mesh), what="the index to be as the messengers' arenas")
+    assert mesh.status().indexed_blocks["node0"] >= known
     answer = clients.post(mesh.http, "/v1/completions", clients.completion_fields(prompt, 2)).json()
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
 
@@ -129,6 +138,25 @@ def test_the_leader_is_killed(mesh: MeshOfTwo) -> None:
     mesh.wait_log(leader, "standby")
     assert mesh.leaders() == [other(leader)]
     assert mesh.find_log(leader, "leading") is None
+
+
+def test_nobody_is_refused_while_one_conductor_follows_another(mesh: MeshOfTwo) -> None:
+    """Requests come all the time: to the old one, into the gap, and to one that knows nobody yet."""
+    leader = mesh.wait_leader()
+    with ExitStack() as stack:
+        streams: list[tuple[str, Stream]] = []
+
+        def ask() -> None:
+            prompt = f"request {len(streams)}"
+            streams.append((prompt, stack.enter_context(Stream(mesh.http, prompt, 2))))
+
+        n_members = len(mesh.status().cluster.members)
+        mesh.kill(leader)
+        while mesh.leader() is None or len(mesh.status().cluster.members) < n_members:
+            ask()
+        ask()
+        for prompt, stream in streams:
+            assert stream.result() == clients.expected_text(prompt, 2)
 
 
 def test_a_leader_that_sleeps_longer_than_its_lease(mesh: MeshOfTwo) -> None:

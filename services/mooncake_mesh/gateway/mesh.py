@@ -17,6 +17,7 @@ import structlog
 from mooncake_mesh.errors import MooncakeError, Rejected
 from mooncake_mesh.gateway.api import Readiness, TokenEvent, TokenRequest
 from mooncake_mesh.gateway.core import CONDUCTOR_UNREACHABLE, KeySpace, RequestCore
+from mooncake_mesh.gateway.known_members import KnownMembers
 from mooncake_mesh.gateway.ledger import Ledger, RequestAccount
 from mooncake_mesh.gateway.request_events import (
     AskAfterJob,
@@ -122,7 +123,7 @@ class MeshClient:
         self._accounts: dict[RequestId, RequestAccount] = {}
         self.ledger = Ledger()
         self._stories = Stories()
-        self._members: tuple[MemberState, ...] = ()
+        self._members = KnownMembers()
         self._loop = asyncio.get_running_loop()
         self.stream_endpoint = ""
 
@@ -191,7 +192,7 @@ class MeshClient:
 
     def messengers(self) -> list[str]:
         """Endpoints of the messengers that are there now."""
-        states = (state for state in self._members if state.health is not Health.DEAD)
+        states = (state for state in self._members.members(monotonic()) if state.health is not Health.DEAD)
         return [state.member.endpoint for state in states if state.member.role is Role.MESSENGER]
 
     def key_space(self, model: str, tenant: str, cache_salt: str) -> KeySpace | None:
@@ -358,7 +359,7 @@ class MeshClient:
 
     def heard(self, state: ClusterState) -> None:
         """The conductor published who is there."""
-        self._members = state.members
+        self._members.heard(state, monotonic())
         alive = {
             (member.member.instance_id, member.member.incarnation)
             for member in state.members
@@ -378,7 +379,7 @@ class MeshClient:
                     self._feed(running, WorkerLost(instance_id=worker.instance_id))
 
     def _serving(self) -> list[MemberState]:
-        return [state for state in self._members if state.takes_work]
+        return [state for state in self._members.members(monotonic()) if state.takes_work]
 
 
 def _is_known(worker: WorkerRef, state: ClusterState) -> bool:
