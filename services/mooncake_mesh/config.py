@@ -334,6 +334,8 @@ class UpConfig:
     prefill_stages: Annotated[int, "processes of each prefill instance, with some of the layers each"] = 1
     prefill_split: Annotated[str, "layers of each stage, such as 16,14; evenly otherwise"] = ""
     decode: Annotated[int, "decode instances"] = 1
+    conductors: Annotated[int, "conductors, of which one leads; more than one need etcd"] = 1
+    etcd: EtcdConfig = field(default_factory=EtcdConfig)
     arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
     pages: Annotated[PagesKind, "pages of that memory: hugetlb, transparent, small or auto"] = PagesKind.AUTO
     ssd_dir: Annotated[Path | None, "folder with one folder of each node for blocks that leave the arena"] = None
@@ -353,8 +355,10 @@ class UpConfig:
     def __post_init__(self) -> None:
         words(self, "model")
         listening(self, host="host", port="port")
-        at_least(self, 1, "block_tokens", "prefill", "prefill_stages", "decode")
+        at_least(self, 1, "block_tokens", "prefill", "prefill_stages", "decode", "conductors")
         at_least(self, 0, "threads")
+        if self.conductors > 1 and not self.etcd.urls:
+            raise ValueError("conductors: more than one need etcd, to agree who leads: give etcd.endpoints")
         at_least(self, 1 * MiB, "arena_bytes", "ssd_bytes")
         whole_blocks(self.chunk_tokens, self.block_tokens)
         in_chunks(self.chunk_tokens, self.prefill_stages)

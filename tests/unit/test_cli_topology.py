@@ -23,6 +23,7 @@ from mooncake_mesh.config import (
     TransportKind,
     UpConfig,
 )
+from mooncake_mesh.config_etcd import EtcdConfig
 from mooncake_mesh.config_pipeline import PipelineConfig
 from mooncake_mesh.kv.layers import StagePart
 from mooncake_mesh.kv.layout import KvDtype
@@ -106,6 +107,25 @@ def test_whole_mesh() -> None:
     }
     assert plan.sdk_endpoint == ipc("sdk")
     assert plan.conductor_endpoint == ipc("conductor")
+
+
+def test_several_conductors_know_of_each_other_by_etcd_and_members_know_all() -> None:
+    etcd = EtcdConfig(endpoints="http://127.0.0.1:2379", key="mine", lease_s=3)
+    plan = plan_mesh(UpConfig(conductors=2, etcd=etcd), RUN_DIR, 8000)
+    configs = _loaded(plan)
+    conductors = {name: config for name, config in configs.items() if isinstance(config, ConductorConfig)}
+    assert {name: (config.bind, config.publish, config.etcd) for name, config in conductors.items()} == {
+        "conductor": ("ipc:///tmp/m/conductor.ipc", "ipc:///tmp/m/cluster.ipc", etcd),
+        "conductor1": ("ipc:///tmp/m/conductor1.ipc", "ipc:///tmp/m/cluster1.ipc", etcd),
+    }
+    assert plan.conductor_endpoint == "ipc:///tmp/m/conductor.ipc,ipc:///tmp/m/conductor1.ipc"
+    members = [config for config in configs.values() if not isinstance(config, ConductorConfig)]
+    assert {config.conductor for config in members} == {plan.conductor_endpoint}  # type: ignore[union-attr]
+
+
+def test_several_conductors_without_etcd_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"conductors: more than one need etcd.*give etcd\.endpoints"):
+        UpConfig(conductors=2)
 
 
 def test_more_instances_share_their_node() -> None:

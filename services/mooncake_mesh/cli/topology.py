@@ -2,7 +2,7 @@
 
 ::
 
-    node0: messenger0, prefill0 …        node1: messenger1, decode0 …        and one gateway, one conductor
+    node0: messenger0, prefill0 …        node1: messenger1, decode0 …        and one gateway, one conductor (or several)
 
 Everything but HTTP goes through Unix sockets in one folder.
 """
@@ -37,14 +37,14 @@ class MeshPlan:
 
 def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
     """ValueError (``run_dir: …``) where the folder's path is too long for sockets."""
-    conductor, sdk = _ipc(run_dir, "conductor"), _ipc(run_dir, "sdk")
+    sdk = _ipc(run_dir, "sdk")
     shared: dict[str, Any] = {"log_level": config.log_level, "log_format": config.log_format}
     if config.keys is not None:
         shared["keys"] = config.keys.absolute()
+    conductors = [_conductor(config, run_dir, number, shared) for number in range(config.conductors)]
+    conductor = ",".join(endpoint for _, endpoint in conductors)
     children = [
-        _child(
-            "conductor", "conductor", StopStage.CONDUCTOR, bind=conductor, publish=_ipc(run_dir, "cluster"), **shared
-        ),
+        *(child for child, _ in conductors),
         _child(
             "gateway",
             "gateway0",
@@ -90,6 +90,15 @@ def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
             else:
                 children.append(_child(role, name, StopStage.WORKERS, bind=_ipc(run_dir, name), **worker))
     return MeshPlan(children=tuple(children), sdk_endpoint=sdk, conductor_endpoint=conductor)
+
+
+def _conductor(config: UpConfig, run_dir: Path, number: int, shared: dict[str, Any]) -> tuple[ChildSpec, str]:
+    """One conductor and its endpoint; the first has no number, as most meshes have only that one."""
+    which = str(number or "")
+    endpoint, publish = _ipc(run_dir, f"conductor{which}"), _ipc(run_dir, f"cluster{which}")
+    etcd = {"etcd": config.etcd} if config.etcd.urls else {}
+    name = f"conductor{which}"
+    return _child("conductor", name, StopStage.CONDUCTOR, bind=endpoint, publish=publish, **etcd, **shared), endpoint
 
 
 def _stages(config: UpConfig, name: str, run_dir: Path, worker: dict[str, Any]) -> list[ChildSpec]:

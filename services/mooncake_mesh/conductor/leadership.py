@@ -165,8 +165,10 @@ class Leadership:
                 return self._stop()
         self._is_asking = False
         self._ask_at_s = now_s + self._look_every_s
-        self.trouble = event.why if isinstance(event, Unreachable) else ""
+        self.leader, self.trouble = "", ""
         match event:
+            case Unreachable(why=why):
+                self.trouble = why
             case Won():
                 return self._won(event, now_s)
             case Taken(leader=leader):
@@ -183,7 +185,6 @@ class Leadership:
             return [GiveBack(lease=won.lease)]
         self._term = _Term(lease=won.lease, epoch=won.epoch, safe_until_s=_safe_until_s(won))
         self._ask_at_s = won.asked_s + self._renew_every_s
-        self.leader = ""
         return [BeginTerm(epoch=won.epoch)]
 
     def _renewed(self, renewed: Renewed, now_s: float) -> None:
