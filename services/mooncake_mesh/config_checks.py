@@ -111,11 +111,11 @@ def exposed(config: object) -> list[str]:
     for name in ("bind", "publish", "stream_bind"):
         endpoint = getattr(config, name, "")
         host = _tcp_host(name, endpoint, least_port=0) if endpoint else None
-        if host is not None and not _is_loopback(host):
+        if host is not None and not is_loopback(host):
             found.append(f"{name}={endpoint}")
     for name in ("host", "data_host"):
         host = getattr(config, name, None)
-        if host is not None and not _is_loopback(host):
+        if host is not None and not is_loopback(host):
             found.append(f"{name}={host}")
     return found
 
@@ -166,14 +166,14 @@ def _tcp_host(name: str, endpoint: str, *, least_port: int) -> str | None:
 
 
 def _protected(config: object, name: str, host: str) -> None:
-    if not _is_loopback(host) and getattr(config, "keys") is None and not getattr(config, "allow_insecure_bind"):  # noqa: B009 - the configs share no base
+    if not is_loopback(host) and getattr(config, "keys") is None and not getattr(config, "allow_insecure_bind"):  # noqa: B009 - the configs share no base
         raise ValueError(
             f"{name}: {host!r} may be reached from other machines, so keys are needed: make a folder with "
             f"`mooncake keys init` and give it as keys; or use 127.0.0.1 or ipc://, or insist with allow_insecure_bind"
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether only this machine reaches *host*. Other names count as reachable: nobody knows what they resolve to."""
     if host == "localhost":
         return True

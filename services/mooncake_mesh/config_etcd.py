@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Final
 from urllib.parse import urlsplit
 
-from mooncake_mesh.config_checks import at_least, words
+from mooncake_mesh.config_checks import at_least, is_loopback, words
 
 LEAST_LEASE_S: Final = 2
 """etcd grants no shorter ones with its default settings: one and a half times its own election timeout."""
@@ -35,6 +35,12 @@ class EtcdConfig:
     @property
     def urls(self) -> tuple[str, ...]:
         return tuple(url.strip().rstrip("/") for url in self.endpoints.split(",") if url.strip())
+
+    @property
+    def urls_in_clear(self) -> tuple[str, ...]:
+        """Those that go over a network as anybody there can read and change it."""
+        plain = (url for url in self.urls if url.startswith("http://"))
+        return tuple(url for url in plain if not is_loopback(urlsplit(url).hostname or ""))
 
 
 def _check(url: str) -> None:

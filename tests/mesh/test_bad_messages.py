@@ -107,6 +107,7 @@ def test_every_kind_that_a_socket_does_not_take(mesh: Mesh, name: str) -> None:
 _NEEDS_NO_FIELD = frozenset(
     {
         "control.ping",
+        "control.leader_query",
         "control.status_query",
         "decisions.query",
         "control.ok",

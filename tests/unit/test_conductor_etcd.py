@@ -197,6 +197,12 @@ def test_settings_that_cannot_be_meant(change: dict[str, object], complaint: str
         replace(EtcdConfig(), **change)  # type: ignore[arg-type]
 
 
+def test_what_goes_over_a_network_in_clear_is_known() -> None:
+    assert EtcdConfig(endpoints="http://127.0.0.1:1,http://[::1]:1,http://localhost:1").urls_in_clear == ()
+    assert EtcdConfig(endpoints="https://10.0.0.1:2379").urls_in_clear == ()
+    assert EtcdConfig(endpoints="http://etcd:1,http://127.0.0.1:1").urls_in_clear == ("http://etcd:1",)
+
+
 def test_endpoints_are_a_list() -> None:
     assert EtcdConfig().urls == ()
     assert EtcdConfig(endpoints="http://a:1/, http://[::1]:2").urls == ("http://a:1", "http://[::1]:2")

@@ -96,9 +96,12 @@ def configured(etcd: str, name: str = "a", *, lease_s: int = LEASE_S, record: Pa
 async def running(*configs: ConductorConfig) -> AsyncIterator[list[Process]]:
     async with asyncio.TaskGroup() as tasks:
         processes = [Process(ConductorService(config, tasks), tasks) for config in configs]
-        yield processes
-        for process in processes:
-            await process.stop()
+        await until(lambda: all(process.lifecycle.is_ready for process in processes), "all to be ready")
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                await process.stop()
 
 
 async def comes_true(look: Any) -> None:

@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
 
+import structlog
+
 from mooncake_mesh.conductor.candidate import Candidate
 from mooncake_mesh.conductor.core import ConductorCore
 from mooncake_mesh.conductor.making import conductor_core, described
@@ -29,6 +31,8 @@ from mooncake_mesh.mesh.rpc import Caller, Handler, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_proto.control import LeaderQuery, LeaderReport, Ping, Pong, Role
 from mooncake_proto.ids import Incarnation, InstanceId, new_incarnation
+
+log = structlog.get_logger(__name__)
 
 
 class ConductorService:
@@ -46,31 +50,35 @@ class ConductorService:
         self._candidate = Candidate(config.etcd, me, self.lead, tasks) if config.etcd.urls else None
 
     async def run(self, lifecycle: Lifecycle) -> None:
-        """Serve until *lifecycle* says stop."""
-        leads = self.lead(Mandate()) if self._candidate is None else self._candidate.run()
-        leading = self._tasks.create_task(leads)
-        await asyncio.sleep(0)  # the only conductor answers from the first message on
-        lifecycle.ready(endpoint=self._server.endpoint, publish=self._publisher.endpoint)
-        await lifecycle.stopping.wait()
-        await self._server.close()
-        if self._candidate is None:
-            leading.cancel()
-        else:
-            self._candidate.stop()
-        await asyncio.gather(leading, return_exceptions=True)
-        self._publisher.close()
+        """Serve until *lifecycle* says stop. The only conductor leads before anybody can ask it anything."""
+        with ExitStack() as files:
+            leads = self._begin(Mandate(), files).run() if self._candidate is None else self._candidate.run()
+            leading = self._tasks.create_task(leads)
+            lifecycle.ready(endpoint=self._server.endpoint, publish=self._publisher.endpoint)
+            await lifecycle.stopping.wait()
+            await self._server.close()
+            if self._candidate is None:
+                leading.cancel()
+            else:
+                self._candidate.stop()
+            await asyncio.gather(leading, return_exceptions=True)
+            self._publisher.close()
 
     async def lead(self, mandate: Mandate) -> None:
-        """Be the conductor until cancelled, with nothing known at first."""
-        incarnation = new_incarnation() if mandate.epoch else self._incarnation
+        """Be the conductor until cancelled."""
         with ExitStack() as files:
-            core = self._core(incarnation, mandate, files)
-            term = Term(self._config, core, incarnation, self._publisher, self._tasks, mandate)
-            self._server.take(term.handlers())
             try:
-                await term.run()
+                await self._begin(mandate, files).run()
             finally:
                 self._server.take(dict.fromkeys(KINDS, self._refuse))
+
+    def _begin(self, mandate: Mandate, files: ExitStack) -> Term:
+        """A term with nothing known at first, which takes all messages from now on."""
+        incarnation = new_incarnation() if mandate.epoch else self._incarnation
+        core = self._core(incarnation, mandate, files)
+        term = Term(self._config, core, incarnation, self._publisher, self._tasks, mandate)
+        self._server.take(term.handlers())
+        return term
 
     def _core(self, incarnation: Incarnation, mandate: Mandate, files: ExitStack) -> ConductorCore:
         config, started_s = self._config, monotonic()
@@ -106,5 +114,12 @@ def _record_of(record: Path, epoch: int) -> Path:
 async def run(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     """Run a conductor until *lifecycle* says stop. Raises ConfigError for what no term could begin with."""
     conductor_core(config, new_incarnation(), monotonic())
+    if config.etcd.urls_in_clear:
+        log.warning(
+            "etcd_in_clear",
+            endpoints=config.etcd.urls_in_clear,
+            danger="who can write to it, or change what goes there and back, decides who leads",
+            remedy="https:// endpoints, with etcd.ca, and etcd.cert where it asks for one",
+        )
     async with asyncio.TaskGroup() as tasks:
         await ConductorService(config, tasks).run(lifecycle)
