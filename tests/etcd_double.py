@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import time
 import urllib.request
@@ -25,11 +26,14 @@ _STALL_S: Final = 2.0
 
 
 class EtcdDouble(ThreadingHTTPServer):
-    """Context manager of one that answers at ``url``. While ``is_stalled`` its questions get no answer."""
+    """Context manager of one that answers at ``url``. While ``is_stalled`` its questions get no answer.
+
+    With *tls* it takes nothing but that.
+    """
 
     daemon_threads = False  # so that the end waits for every answer
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self._lock = Lock()
         self._leases: dict[str, tuple[float, float]] = {}
         self._keys: dict[str, dict[str, str]] = {}
@@ -37,7 +41,9 @@ class EtcdDouble(ThreadingHTTPServer):
         self.calls: list[str] = []
         self.is_stalled = False
         super().__init__(("127.0.0.1", 0), _Door)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{self.server_address[1]}"
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
         self._serving = Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
 
     def __enter__(self) -> "EtcdDouble":

@@ -2,6 +2,8 @@
 
 import asyncio
 import shutil
+import ssl
+import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -14,6 +16,7 @@ from mooncake_mesh.conductor.etcd import Etcd, EtcdError, Seat
 from mooncake_mesh.config_etcd import EtcdConfig
 from mooncake_mesh.errors import ConfigError
 from tests.etcd_double import NO_ETCD, EtcdDouble, real_etcd
+from tests.unit.mesh_doubles import Run, on_both_loops
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -170,6 +173,58 @@ def test_an_answer_that_makes_no_sense_is_an_error(answer: bytes, complaint: str
                 await client(url, "k").seat()
 
     asyncio.run(scenario())
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an authority (``ca.pem``), and what it has signed for 127.0.0.1 (``node.pem``, ``node.key``)."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here to make certificates with")
+    folder = tmp_path_factory.mktemp("certs")
+    new = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    ca = [*new, "-subj", "/CN=test authority", "-keyout", "ca.key", "-out", "ca.pem"]
+    node = [*new, "-subj", "/CN=node", "-addext", "subjectAltName=IP:127.0.0.1", "-CA", "ca.pem", "-CAkey", "ca.key"]
+    for command in (ca, [*node, "-keyout", "node.key", "-out", "node.pem"]):
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def tls_double(certs: Path) -> Iterator[EtcdDouble]:
+    """One that wants to see a certificate."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certs / "ca.pem")
+    context.load_cert_chain(certs / "node.pem", certs / "node.key")
+    context.verify_mode = ssl.CERT_REQUIRED
+    with EtcdDouble(context) as running:
+        yield running
+
+
+@on_both_loops
+def test_over_tls_both_ends_show_certificates(run: Run[None], certs: Path, tls_double: EtcdDouble) -> None:
+    async def scenario() -> None:
+        config = EtcdConfig(
+            endpoints=tls_double.url, ca=certs / "ca.pem", cert=certs / "node.pem", cert_key=certs / "node.key"
+        )
+        etcd = Etcd(config, timeout_s=5.0)
+        grant = await etcd.grant()
+        assert await etcd.take(grant.lease, "a") is not None
+        with pytest.raises(EtcdError, match=r"(?i)certificate"):
+            await Etcd(EtcdConfig(endpoints=tls_double.url), timeout_s=5.0).seat()
+        with pytest.raises(EtcdError):
+            await Etcd(EtcdConfig(endpoints=tls_double.url, ca=certs / "ca.pem"), timeout_s=5.0).seat()
+
+    run(scenario())
 
 
 def test_certificates_that_are_not_there_are_a_mistake_in_the_configuration(tmp_path: Path) -> None:
