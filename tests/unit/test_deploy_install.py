@@ -73,6 +73,32 @@ def test_a_node_of_several_machines_has_keys_and_an_address(tmp_path: Path) -> N
     assert (copied / "server.key_secret").stat().st_mode & 0o777 == 0o600
 
 
+def test_of_several_conductors_each_runs_where_its_address_is(tmp_path: Path) -> None:
+    keys = tmp_path / "mesh"
+    key_folder.create(keys, "a")
+    both, etcd = "10.0.0.1,10.0.0.2", "http://10.0.0.7:2379,http://10.0.0.8:2379"
+    endpoints = "tcp://10.0.0.1:7700,tcp://10.0.0.2:7700"
+    for node, address in (("a", "10.0.0.1"), ("b", "10.0.0.2"), ("c", "10.0.0.3")):
+        root = tmp_path / node
+        flags = [f"--node={node}", f"--address={address}", f"--keys={keys}", f"--conductor={both}", f"--etcd={etcd}"]
+        units = _install(root, *flags)
+        assert ("mooncake-conductor@0" in units) is (address in both)
+        for unit in units:
+            config = _configured(root, unit)
+            if "conductor" in unit:
+                assert (config.instance_id, config.bind) == (f"conductor-{node}", f"tcp://{address}:7700")
+                assert config.etcd.endpoints == etcd
+            else:
+                assert config.conductor == endpoints
+
+
+def test_several_conductors_without_etcd_are_refused(tmp_path: Path) -> None:
+    flags = ["--node=a", "--address=10.0.0.1", f"--keys={tmp_path}", "--conductor=10.0.0.1,10.0.0.2"]
+    done = subprocess.run([_INSTALL, f"--root={tmp_path}", *flags], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--etcd" in done.stderr
+
+
 def test_a_second_run_keeps_what_is_edited_and_removes_workers(tmp_path: Path) -> None:
     _install(tmp_path, "--node=a", "--prefill=2", "--conductor=here")
     edited = tmp_path / "etc/mooncake/mooncake.toml"
