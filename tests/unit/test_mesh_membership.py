@@ -4,7 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+from structlog.testing import CapturingLogger
+
 from mooncake_mesh.errors import Refused
+from mooncake_mesh.mesh import membership as membership_module
 from mooncake_mesh.mesh.conductors import Conductors
 from mooncake_mesh.mesh.endpoint import Publisher
 from mooncake_mesh.mesh.membership import Membership
@@ -172,6 +176,28 @@ def test_a_refused_member_tries_again(run: Run[None]) -> None:
                 assert (conductor.refusals, conductor.registered) == (0, 1)
 
     run(scenario())
+
+
+def test_a_conductor_that_is_away_for_long_does_not_fill_the_log(
+    run: Run[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = CapturingLogger()
+    monkeypatch.setattr(membership_module, "log", told)
+    monkeypatch.setattr(membership_module, "_RETRY_S", 0.0)
+
+    async def scenario() -> None:
+        conductor = Conductor()
+        conductor.refusals = 40
+        async with (
+            conductor.serve() as server,
+            Conductors(server.endpoint) as client,
+            running(Membership(client, ME, Load)),
+        ):
+            await until(lambda: conductor.registered)
+
+    run(scenario())
+    said = [call for call in told.calls if call.args == ("conductor_unavailable",)]
+    assert 1 <= len(said) <= 5
 
 
 def test_who_has_left_does_not_come_back(run: Run[None]) -> None:

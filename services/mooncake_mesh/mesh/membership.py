@@ -14,6 +14,7 @@ from mooncake_mesh.errors import MeshError, MooncakeError
 from mooncake_mesh.mesh.conductors import Conductors
 from mooncake_mesh.mesh.connecting import subscriber
 from mooncake_mesh.mesh.endpoint import Channel
+from mooncake_mesh.mesh.log_allowance import LogAllowance
 from mooncake_proto import codec
 from mooncake_proto.control import (
     ClusterState,
@@ -55,6 +56,7 @@ class Membership:
         self._states_endpoint = ""
         self._beat_now = asyncio.Event()
         self._has_left = False
+        self._told = LogAllowance()
         self.registered = asyncio.Event()
 
     async def run(self) -> None:
@@ -69,7 +71,7 @@ class Membership:
                     registered = await self._register()
                     await self._beat(registered)
                 except MooncakeError as error:
-                    log.warning("conductor_unavailable", code=error.code, error=str(error)[:200])
+                    self._tell(error)
                     self.registered.clear()
                     await asyncio.sleep(_RETRY_S)
             await asyncio.get_running_loop().create_future()
@@ -89,6 +91,12 @@ class Membership:
             await self._conductors.leader.send(goodbye, timeout_s=_GOODBYE_TIMEOUT_S)
         except MeshError as error:
             log.info("goodbye_undelivered", code=error.code)
+
+    def _tell(self, error: MooncakeError) -> None:
+        """A conductor may be away for long, and it is tried several times a second."""
+        unsaid = self._told.take(asyncio.get_running_loop().time())
+        if unsaid is not None:
+            log.warning("conductor_unavailable", code=error.code, error=str(error)[:500], unsaid=unsaid)
 
     async def _register(self) -> Registered:
         register = Register(member=self._member, load=self._load())
