@@ -135,7 +135,7 @@ class Mesh:
             self.wait_healthy(self._ready_s)
         except BaseException:
             print(self.last_events())  # noqa: T201
-            self._end_by_force()
+            self.end_by_force()
             raise
         return self
 
@@ -145,7 +145,7 @@ class Mesh:
         try:
             self.close()
         finally:
-            self._end_by_force()
+            self.end_by_force()
 
     # --- where it is --------------------------------------------------------------------------------------------------
 
@@ -230,6 +230,8 @@ class Mesh:
     def logs(self, name: str) -> list[dict[str, Any]]:
         """Events that a process logged in its current life, oldest first."""
         child = self._children[name]
+        if not child.log.exists():  # it has only just been started
+            return []
         with child.log.open("rb") as file:
             file.seek(child.log_start)
             lines = file.read().split(b"\n")[:-1]
@@ -342,7 +344,7 @@ class Mesh:
         left = [name for name in self._used_shm if Path(name).exists()]
         assert not left, f"shared memory left: {left}"
 
-    def _end_by_force(self) -> None:
+    def end_by_force(self) -> None:
         """After a failure: no process may survive the mesh."""
         for child in self._children.values():
             if child.process is not None and child.process.poll() is None:

@@ -2,13 +2,25 @@
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
-from mooncake_proto.control import LeaderQuery, LeaderReport, Role, StatusQuery
-from mooncake_proto.ids import InstanceId
+from mooncake_proto import codec
+from mooncake_proto.control import (
+    LeaderQuery,
+    LeaderReport,
+    Ping,
+    Role,
+    StatusQuery,
+    StatusReport,
+    SwitchRole,
+    WorkerRole,
+)
+from mooncake_proto.envelope import Envelope
+from mooncake_proto.ids import Incarnation, InstanceId, MessageId
 from tests.etcd_double import NO_ETCD, EtcdDouble, real_etcd
 from tests.mesh import clients
 from tests.mesh.clients import NoAnswer, Stream
@@ -26,8 +38,8 @@ SLOW = {"decode": ["--fake-decode-s-base=0.02"]}
 class MeshOfTwo(Mesh):
     """One of the two conductors leads."""
 
-    def __init__(self, etcd: str, lease_s: int = LEASE_S) -> None:
-        flags = {"conductor": [f"--etcd-endpoints={etcd}", f"--etcd-lease-s={lease_s}"], **SLOW}
+    def __init__(self, etcd: str, lease_s: int = LEASE_S, **more: Sequence[str]) -> None:
+        flags = {"conductor": [f"--etcd-endpoints={etcd}", f"--etcd-lease-s={lease_s}"], **SLOW, **more}
         super().__init__(flags=flags, conductors=CONDUCTORS)
 
     @property
@@ -199,6 +211,44 @@ def test_the_standby_is_killed(mesh: MeshOfTwo) -> None:
     mesh.kill(other(leader))
     assert clients.complete(mesh.http, "nobody misses it", 5) == clients.expected_text("nobody misses it", 5)
     assert mesh.leaders() == [leader]
+
+
+def test_two_conductors_without_etcd_get_no_member() -> None:
+    """Both would lead, each of half the mesh."""
+    mesh = Mesh(conductors=CONDUCTORS)
+    with ExitStack() as at_end:
+        at_end.callback(mesh.end_by_force)
+        for name in (*CONDUCTORS, "messenger0"):
+            mesh.start(name)
+        refusal = mesh.wait_log("messenger0", "conductor_unavailable", code="no_etcd")
+        assert "each needs etcd (conductor.etcd.endpoints)" in refusal["error"]
+        for name in CONDUCTORS:
+            assert clients.ask(mesh.endpoint(name), StatusQuery(), StatusReport).cluster.members == ()
+        mesh.close()
+
+
+def test_an_order_of_an_earlier_leader_is_not_heeded() -> None:
+    """It may have been sent before, and come after, the end of its term."""
+    with EtcdDouble() as etcd, MeshOfTwo(etcd.url, lease_s=600, prefill=["--switchable"]) as mesh:
+        leader = mesh.standing(mesh.wait_leader())
+        assert leader is not None
+        order = SwitchRole(
+            instance_id=InstanceId("prefill0"),
+            incarnation=Incarnation(mesh.incarnation("prefill0")),
+            role=WorkerRole.DECODE,
+            prefill_demand=0.0,
+            decode_demand=1.0,
+            prefill=1,
+            decode=1,
+            epoch=leader.epoch - 1,
+        )
+        with clients.dealer(mesh.endpoint("prefill0")) as plug:
+            for message, envelope in ((order, Envelope()), (Ping(), Envelope(id=MessageId("1")))):
+                plug.send_multipart(codec.encode(message, envelope))
+            clients.receive(plug, timeout_s=5.0)  # it has read both
+            assert mesh.find_log("prefill0", "role_switch_begun") is None
+            plug.send_multipart(codec.encode(replace(order, epoch=leader.epoch), Envelope()))
+            mesh.wait_log("prefill0", "role_switch_begun", to="decode")
 
 
 def test_etcd_is_away_and_comes_back() -> None:
