@@ -21,6 +21,7 @@ _FLAGS: Final = (
     "--headless",
     "--no-sandbox",  # tests may run as root, and open nothing but the page under test
     "--disable-gpu",
+    "--hide-scrollbars",  # a picture of the whole page has none
     "--disable-dev-shm-usage",
     "--disable-background-networking",
     "--disable-component-update",
@@ -93,6 +94,12 @@ class Browser:
         """Type *text* where the focus is."""
         self._do("Input.insertText", text=text)
 
+    def point_at(self, selector: str, share: float) -> None:
+        """Move the mouse over an element, to *share* of its width."""
+        box = self.value(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
+        x, y = box["x"] + share * box["width"], box["y"] + box["height"] / 2
+        self._do("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
     def value(self, script: str) -> Any:
         """What the JavaScript expression *script* is, or resolves to."""
         answer = self._do("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
@@ -113,8 +120,10 @@ class Browser:
         return found
 
     def picture(self, file: Path) -> None:
-        """The whole page, as PNG."""
-        shot = self._do("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        """The whole page, as PNG, however far it goes below the window."""
+        size = self._do("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {**size, "scale": 1}
+        shot = self._do("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         file.write_bytes(base64.b64decode(shot["data"]))
 
     def _do(self, method: str, **params: Any) -> Any:

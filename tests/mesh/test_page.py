@@ -118,7 +118,7 @@ def test_everything_is_shown_and_nothing_is_cut_off(mesh: Mesh, browser: Browser
     shown = browser.value("document.body.innerText")
     for text in ("prefill1", "decode0", "node1", "DRAM", "SSD", "TTFT", "TBT", "p99", "objective", "→ decode0"):
         assert text in shown, text
-    assert browser.value("document.querySelectorAll('#decode-chart .line').length") == 1
+    assert browser.value("document.querySelectorAll('#decode-chart .line').length") == 2
     browser.value("document.querySelector('#decisions .placed summary').click()")
     browser.until("document.querySelector('.candidates')?.innerText.includes('Prefill candidates, 2 of 2')")
     browser.value("document.querySelector('#wanted').value = 'placed'")
@@ -173,6 +173,7 @@ def test_with_keys_in_use_the_page_asks_for_one(mesh: Mesh, browser: Browser, tm
     browser.until(f"{in_page('verdict')} === 'locked'")
     assert browser.value("document.activeElement.id") == "key"
     assert browser.problems == []  # it did not even try
+    browser.picture(tmp_path / "locked.png")
     browser.write("mk-wrong")
     browser.press_enter()
     browser.until(f"{in_page('key-problem')}.includes('not known')")

@@ -15,8 +15,9 @@ from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId
 from tests.golden.samples import sample
 from tests.unit.gateway_doubles import MODEL, Gateway, get, says
 
-FILES = ("/", "/page/style.css", "/page/page.js")
 FOLDER = Path(page.__file__).parent
+SCRIPTS = sorted(path.name for path in FOLDER.glob("*.js"))
+FILES = ("/", "/page/style.css", *(f"/page/{name}" for name in SCRIPTS))
 
 
 def decision(number: int, tenant: str) -> Decision:
@@ -89,9 +90,15 @@ def test_the_files_load_nothing_from_anywhere_else() -> None:
 def test_all_that_the_script_asks_the_document_for_is_there() -> None:
     document = _Outside()
     document.feed((FOLDER / "index.html").read_text())
-    wanted = re.findall(r'byId\("([a-z-]+)"\)', (FOLDER / "page.js").read_text())
+    wanted = re.findall(r'byId\("([a-z-]+)"\)', "".join((FOLDER / name).read_text() for name in SCRIPTS))
     assert len(wanted) > 20
     assert set(wanted) <= set(document.ids)
+
+
+def test_scripts_import_only_each_other() -> None:
+    for name in SCRIPTS:
+        for imported in re.findall(r'from "([^"]+)"', (FOLDER / name).read_text()):
+            assert imported.removeprefix("./") in SCRIPTS
 
 
 def test_the_document_says_whether_a_key_is_needed(tmp_path: Path) -> None:
@@ -100,6 +107,7 @@ def test_the_document_says_whether_a_key_is_needed(tmp_path: Path) -> None:
     assert b'data-api-keys="none"' in get(Gateway(says("ok")), "/").body
     guarded = Gateway(says("ok"), doorkeeper=Doorkeeper(file))
     assert b'data-api-keys="asked"' in get(guarded, "/").body
+    assert [path for path in FILES if get(guarded, path).status != 200] == []  # a browser sends none for a script
     assert get(guarded, "/page/state").status == 401
 
 

@@ -201,12 +201,16 @@ def _decode(noted: _Noted) -> list[DecodeCandidate]:
 
 def _against(placed: Placed, other: PrefillCandidate) -> str:
     gain_s = other.ttft_s - placed.ttft_est_s
-    times = f"{placed.ttft_est_s:.3f} s against {other.ttft_s:.3f} s"
+    times = f"{_time(placed.ttft_est_s)} against {_time(other.ttft_s)}"
     if gain_s > 0:
         return f"first token sooner than on {other.instance_id} ({times})"
     if not other.has_room:
         return f"{other.instance_id} has no room ({times})"
     return f"as soon as on {other.instance_id}, drawn ({times})"
+
+
+def _time(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _cached_blocks(placed: Placed | None) -> int:

@@ -18,7 +18,8 @@ from mooncake_mesh.mesh.log_allowance import LogAllowance
 
 log = structlog.get_logger(__name__)
 
-PUBLIC_PATHS: Final = frozenset({"/health", "/ping", "/ready", "/", "/page/style.css", "/page/page.js"})
+_PAGE: Final = ("/", *(f"/page/{name}" for name in ("style.css", "page.js", "charts.js", "chat.js", "words.js")))
+PUBLIC_PATHS: Final = frozenset({"/health", "/ping", "/ready", *_PAGE})
 """The questions after the gateway's health, and the page's files, which say nothing of the mesh: a browser cannot send
 a key with the first request. Everything else needs a key, also what does not exist."""
 

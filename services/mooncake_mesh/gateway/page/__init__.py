@@ -2,7 +2,7 @@
 
 ::
 
-    GET /  /page/style.css  /page/page.js    static, the same for everybody, so without an API key
+    GET /  /page/style.css  /page/*.js       static, the same for everybody, so without an API key
     GET /page/state?after=N                  what the page shows, with an API key where keys are in use
 """
 
@@ -30,10 +30,11 @@ _HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+_SCRIPTS: Final = ("page.js", "charts.js", "chat.js", "words.js")
 _FILES: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/style.css": ("style.css", "text/css; charset=utf-8"),
-    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    **{f"/page/{name}": (name, "text/javascript; charset=utf-8") for name in _SCRIPTS},
 }
 _MAX_NUMBER: Final = 2**53
 """What a browser counts exactly."""

@@ -1,37 +1,12 @@
 // The page: asks for its state once a second while it is visible, draws it, and chats. No dependencies, no build.
 
+import { clearChat, showModels, talkWith } from "./chat.js";
+import { showLoad } from "./charts.js";
+import { byId, count, duration, make, plural, seconds, spoken } from "./words.js";
+
 const PERIOD_MS = 1000;
-const SPANS_S = [60, 120, 300]; // of the charts: the shortest that holds what is known
-const HISTORY_S = SPANS_S[SPANS_S.length - 1];
-const GAP_S = 5; // a longer silence breaks the line
 const KEPT_DECISIONS = 100; // of each kind
 const KEY_NAME = "mooncake-api-key";
-
-const byId = (id) => document.getElementById(id);
-
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children.filter((child) => child !== null));
-  return element;
-}
-
-// --- numbers in words ---------------------------------------------------------------------------------------------
-
-function seconds(value) {
-  if (value < 0.9995) return `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms`;
-  return `${value.toFixed(value < 10 ? 2 : 1)} s`;
-}
-
-function duration(value) {
-  const minutes = Math.floor(value / 60);
-  if (minutes < 1) return `${Math.floor(value)} s`;
-  if (minutes < 60) return `${minutes} min`;
-  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
-}
-
-const count = (value) => value.toLocaleString("en");
-const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 
 // --- the API key ----------------------------------------------------------------------------------------------------
 
@@ -39,6 +14,7 @@ const asksForKeys = document.body.dataset.apiKeys === "asked";
 let key = asksForKeys ? (sessionStorage.getItem(KEY_NAME) ?? "") : "";
 
 const authorization = () => (key ? { authorization: `Bearer ${key}` } : {});
+talkWith(authorization);
 
 function askForKey(problem) {
   byId("key-section").hidden = false;
@@ -127,7 +103,7 @@ function show(state) {
   }
   const mesh = state.mesh;
   setVerdict(mesh.healthy ? "healthy" : "not healthy", mesh.healthy ? "good" : "bad");
-  setBanner(mesh.reasons.length ? `Not well: ${mesh.reasons.join("; ")}.` : "");
+  setBanner(mesh.reasons.length ? `Not healthy: ${mesh.reasons.join("; ")}.` : "");
   byId("facts").textContent =
     `${count(mesh.placed)} placed, ${count(mesh.rejected)} rejected, up ${duration(mesh.uptime_s)}`;
   byId("instances").replaceChildren(...mesh.instances.map(instanceRow));
@@ -136,7 +112,7 @@ function show(state) {
   byId("classes").replaceChildren(
     ...(classes.length ? classes : [make("p", { class: "quiet" }, "No request has ended yet.")]),
   );
-  showLoad(mesh.instances);
+  showLoad(mesh);
 }
 
 function setVerdict(text, tone) {
@@ -144,6 +120,7 @@ function setVerdict(text, tone) {
   if (verdict.textContent === text) return; // said once to who listens
   verdict.textContent = text;
   verdict.className = `badge ${tone}`;
+  document.title = tone === "bad" ? `${text}: mooncake-mesh` : "mooncake-mesh"; // for whoever looks at the tabs only
 }
 
 function setBanner(text) {
@@ -170,9 +147,9 @@ function instanceRow(instance) {
     : ["0"];
   const running = instance.max_batch
     ? `${count(instance.running_jobs)} of ${count(instance.max_batch)}` : count(instance.running_jobs);
-  return make("tr", {},
+  return make("tr", isDead ? { class: "dead" } : {},
     make("th", { scope: "row" }, instance.id, make("small", {}, `${instance.role} on ${instance.node}`)),
-    make("td", { class: tone }, text),
+    make("td", { class: `state ${tone}` }, text),
     make("td", { class: "number" }, ...(isDead ? ["–"] : waiting)),
     make("td", { class: "number" }, isDead ? "–" : running),
     make("td", { class: "number" }, ...(isDead ? ["–"] : speed(instance))),
@@ -199,12 +176,14 @@ function nodeBlock(node) {
   return make("div", { class: "node" },
     make("div", { class: "head" },
       make("h3", {}, node.node),
-      make("span", { class: tone }, isAlive ? node.transports : `${node.id} is ${node.health}`)),
+      make("small", { class: tone }, isAlive ? transports(node) : `${node.id} is ${node.health}`)),
     tier("DRAM", [["used", used], ["cached", node.evictable], ["free", node.free]],
       `${count(used)} in use, ${count(node.evictable)} cached, ${count(node.free)} free of ${plural(node.blocks, "block")}`),
     ssd,
   );
 }
+
+const transports = (node) => (node.transports ? `sends by ${node.transports}` : "");
 
 function tier(name, parts, text) {
   const total = parts.reduce((sum, [, blocks]) => sum + blocks, 0);
@@ -222,7 +201,7 @@ function tier(name, parts, text) {
 function classBlock(one) {
   const ended = one.requests - one.cancelled;
   const share = ended ? `${Math.round((100 * one.good) / ended)} % good, ` : "";
-  const refusals = Object.entries(one.refusals).map(([reason, n]) => `${reason.replaceAll("_", " ")} ${count(n)}`);
+  const refusals = Object.entries(one.refusals).map(([reason, n]) => `${spoken(reason)} ${count(n)}`);
   return make("div", { class: "class" },
     make("div", { class: "head" },
       make("h3", {}, one.name),
@@ -247,72 +226,6 @@ function latencyRow(name, latency) {
   });
   const objective = latency.objective_s === null ? "–" : seconds(latency.objective_s);
   return make("tr", {}, make("th", { scope: "row" }, name), ...cells, make("td", { class: "number" }, objective));
-}
-
-// --- load over time -------------------------------------------------------------------------------------------------
-
-const history = []; // {at_s, prefill, running, waiting}
-
-function showLoad(instances) {
-  const total = (role, ...names) => instances
-    .filter((one) => one.role === role && one.health !== "dead")
-    .reduce((sum, one) => sum + names.reduce((part, name) => part + one[name], 0), 0);
-  const now = {
-    at_s: performance.now() / 1000,
-    prefill: total("prefill", "queued_jobs", "running_jobs"),
-    running: total("decode", "running_jobs"),
-    waiting: total("decode", "queued_jobs"),
-  };
-  history.push(now);
-  while (history[0].at_s < now.at_s - HISTORY_S) history.shift();
-  const span_s = SPANS_S.find((span) => span >= now.at_s - history[0].at_s) ?? HISTORY_S;
-  for (const label of document.querySelectorAll(".span")) label.textContent = `${duration(span_s)} ago`;
-  const prefillText = `${count(now.prefill)} waiting or being computed`;
-  const decodeText = `${count(now.running)} running (solid), ${count(now.waiting)} waiting for their KV (dashed)`;
-  byId("prefill-now").textContent = prefillText;
-  byId("decode-now").textContent = decodeText;
-  drawChart("prefill", span_s, [["line", (one) => one.prefill]], `Prefill load of the last ${duration(span_s)}: now ${prefillText}`);
-  drawChart("decode", span_s, [["line", (one) => one.running], ["waiting", (one) => one.waiting]],
-    `Decode load of the last ${duration(span_s)}: now ${decodeText}`);
-}
-
-function drawChart(name, span_s, lines, label) {
-  const top = Math.max(4, ...history.flatMap((one) => lines.map(([, of]) => of(one))));
-  const end_s = history[history.length - 1].at_s;
-  const point = (one, of) => {
-    const x = 300 * (1 - (end_s - one.at_s) / span_s);
-    return `${x.toFixed(1)},${(99 - (96 * of(one)) / top).toFixed(1)}`;
-  };
-  const paths = [];
-  for (const [kind, of] of lines) {
-    for (const run of runs()) {
-      const points = run.map((one) => point(one, of));
-      const first = points[0].split(",")[0];
-      const last = points[points.length - 1].split(",")[0];
-      if (kind === "line") paths.push(path("area", `M${first},100 L${points.join(" L")} L${last},100 Z`));
-      paths.push(path(kind, `M${points.join(" L")}`));
-    }
-  }
-  const chart = byId(`${name}-chart`);
-  chart.replaceChildren(...paths);
-  chart.setAttribute("aria-label", `${label}, most ${top}`);
-  byId(`${name}-top`).textContent = `top line: ${top}`;
-}
-
-function path(kind, d) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", "path");
-  element.setAttribute("class", kind);
-  element.setAttribute("d", d);
-  return element;
-}
-
-function runs() {
-  const found = [[]];
-  for (const [index, one] of history.entries()) {
-    if (index && one.at_s - history[index - 1].at_s > GAP_S) found.push([]);
-    found[found.length - 1].push(one);
-  }
-  return found;
 }
 
 // --- decisions ------------------------------------------------------------------------------------------------------
@@ -340,17 +253,17 @@ byId("wanted").addEventListener("change", (event) => {
 function decisionItem(one) {
   const at = new Date(Date.now() - 1000 * one.age_s).toLocaleTimeString("en-GB");
   const isPlaced = !one.reason;
-  const where = isPlaced ? `${one.prefill} → ${one.decode}` : `rejected: ${one.reason.replaceAll("_", " ")}`;
+  const where = isPlaced ? `${one.prefill} → ${one.decode}` : `rejected: ${spoken(one.reason)}`;
   const facts = [plural(one.prompt_tokens, "token")];
   if (one.cached_tokens) facts.push(`${count(one.cached_tokens)} cached`);
   if (one.copy_from !== null) facts.push(`copied from ${one.copy_from}`);
   if (one.read_tokens) facts.push(`${count(one.read_tokens)} from SSD`);
-  if (isPlaced) facts.push(`TTFT about ${seconds(one.ttft_est_s)}`);
+  if (isPlaced) facts.push(`TTFT ≈\u00a0${seconds(one.ttft_est_s)}`);
   const details = make("details", {},
     make("summary", {},
       make("time", { class: "quiet" }, at), " ",
       make("span", { class: isPlaced ? "where good" : "where bad" }, where), " ",
-      make("span", {}, facts.join(", ")),
+      make("span", { class: "facts" }, facts.join(" · ")),
       make("span", { class: "why" }, one.why)),
   );
   details.addEventListener("toggle", () => {
@@ -384,143 +297,8 @@ function table(caption, names, rows) {
   return make("table", {},
     make("caption", {}, caption),
     make("thead", {}, make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name)))),
-    make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((value) => make("td", {}, value))))));
-}
-
-// --- chat -----------------------------------------------------------------------------------------------------------
-
-let turns = [];
-let running = null; // AbortController of the answer on its way
-
-function showModels(names) {
-  const select = byId("model");
-  if (names.length && names.join("\n") !== [...select.options].map((option) => option.value).join("\n")) {
-    const chosen = select.value;
-    select.replaceChildren(...names.map((name) => make("option", { value: name }, name)));
-    if (names.includes(chosen)) select.value = chosen;
-  }
-}
-
-function clearChat() {
-  running?.abort();
-  turns = [];
-  byId("log").replaceChildren();
-}
-
-byId("fresh").addEventListener("click", () => {
-  clearChat();
-  byId("message").focus();
-});
-byId("stop").addEventListener("click", () => running?.abort());
-byId("message").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    byId("chat-form").requestSubmit();
-  }
-});
-byId("chat-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const text = byId("message").value.trim();
-  if (!text || running) return;
-  byId("message").value = "";
-  converse(text);
-});
-
-function addTurn(role, name, text) {
-  const body = make("span", {}, text);
-  const facts = make("small", {});
-  const log = byId("log");
-  log.append(make("div", { class: `turn ${role}` }, make("b", {}, name), body, facts));
-  log.scrollTop = log.scrollHeight;
-  return { body, facts };
-}
-
-async function converse(text) {
-  const mine = { role: "user", content: text };
-  const conversation = [...turns, mine];
-  addTurn("user", "You", text);
-  const { body, facts } = addTurn("assistant", byId("model").value, "");
-  const control = new AbortController();
-  const log = byId("log");
-  running = control;
-  setBusy(true);
-  const told = { first_s: null, usage: null, started_s: performance.now() / 1000, problem: "" };
-  try {
-    for await (const chunk of answer(conversation, control.signal)) {
-      if (chunk.error) {
-        told.problem = chunk.error.message;
-        break;
-      }
-      const piece = chunk.choices?.[0]?.delta?.content;
-      if (piece) {
-        told.first_s ??= performance.now() / 1000 - told.started_s;
-        const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-        body.append(piece);
-        if (follows) log.scrollTop = log.scrollHeight;
-      }
-      told.usage = chunk.usage ?? told.usage;
-    }
-  } catch (error) {
-    told.problem = control.signal.aborted ? "stopped" : error.message;
-  }
-  running = null;
-  setBusy(false);
-  if (body.textContent) turns = [...conversation, { role: "assistant", content: body.textContent }];
-  facts.textContent = summary(told, body.textContent !== "");
-  facts.className = told.problem && told.problem !== "stopped" ? "bad" : "";
-  log.scrollTop = log.scrollHeight;
-}
-
-function summary(told, hasText) {
-  const parts = [];
-  if (told.first_s !== null) parts.push(`TTFT ${seconds(told.first_s)}`);
-  if (told.usage) {
-    const cached = told.usage.prompt_tokens_details?.cached_tokens ?? 0;
-    parts.push(`${count(cached)} of ${plural(told.usage.prompt_tokens, "prompt token")} cached`);
-    const took_s = performance.now() / 1000 - told.started_s;
-    parts.push(`${plural(told.usage.completion_tokens, "token")} in ${seconds(took_s)}`);
-  }
-  if (told.problem) parts.push(told.problem);
-  return (hasText ? "\n" : "") + parts.join(" · ");
-}
-
-function setBusy(isBusy) {
-  byId("log").setAttribute("aria-busy", String(isBusy)); // whole answers are read out, not pieces
-  byId("send").disabled = isBusy;
-  byId("stop").hidden = !isBusy;
-}
-
-async function* answer(messages, signal) {
-  const body = {
-    model: byId("model").value,
-    messages,
-    max_tokens: Number(byId("longest").value),
-    stream: true,
-    stream_options: { include_usage: true },
-  };
-  const response = await fetch("/v1/chat/completions", {
-    method: "POST",
-    headers: { "content-type": "application/json", ...authorization() },
-    body: JSON.stringify(body),
-    signal,
-  });
-  if (!response.ok) {
-    const problem = await response.json();
-    throw new Error(problem.error.message);
-  }
-  let rest = "";
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    const events = (rest + value).split("\n\n");
-    rest = events.pop();
-    for (const event of events) {
-      const data = event.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      yield JSON.parse(data);
-    }
-  }
+    make("tbody", {}, ...rows.map(([name, ...values]) => make("tr", {},
+      make("th", { scope: "row" }, name), ...values.map((value) => make("td", {}, value))))));
 }
 
 look();
