@@ -18,7 +18,6 @@ from typing import Final
 
 from tests.deploy import podman
 
-CANNOT: Final = 3
 PROJECT: Final = "mooncake-newcomer"
 _SERVICES: Final = ("conductor", "gateway", "messenger-prefill", "messenger-decode", "prefill", "decode")
 _SETTINGS_FILE: Final = ".env.stand-in"
@@ -36,9 +35,11 @@ _SETTINGS: Final = {
 def main(argv: Sequence[str]) -> int:
     compose = podman.tool("podman-compose")
     reason = podman.lacking() or ("needs podman-compose (scripts/test-deploy installs it)" if compose is None else None)
+    if reason is None and "--build" in argv:
+        reason = podman.unable()
     if reason is not None:
         print(reason)  # noqa: T201
-        return CANNOT
+        return podman.CANNOT
     if "--build" in argv:
         podman.build_image()
     folder = Path.cwd()

@@ -3,6 +3,8 @@
 Images, containers and networks lie in a folder of their own, ``mooncake-deploy`` in the user's cache folder; nothing in
 ``/etc/containers`` is read for that or changed. The base image is made once from Debian's packages, with this machine's
 certificates and pip settings, so that an image can be built wherever pip works.
+
+    python -m tests.deploy.podman    makes the images; exit code 3, with the reason, where containers cannot run
 """
 
 import hashlib
@@ -18,6 +20,8 @@ from typing import Any, Final
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 BASE: Final = "localhost/mooncake-base:bookworm"
 IMAGE: Final = "localhost/mooncake-mesh:test"
+CANNOT: Final = 3
+"""Exit code for where containers cannot be run."""
 _PACKAGES: Final = "python3,python3-venv,systemd,systemd-sysv,dbus,ca-certificates"
 _CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mooncake-deploy"
 _STORAGE: Final = f"""\
@@ -43,13 +47,30 @@ _LOOK_EVERY_S: Final = 0.3
 
 
 def lacking() -> str | None:
-    """Why no containers can be run here, if so."""
+    """Why no containers can be run here, if so; MOONCAKE_NO_CONTAINERS has the reason of somebody who knows already."""
+    if known := os.environ.get("MOONCAKE_NO_CONTAINERS"):
+        return known
     if os.geteuid() != 0:
         return "needs root: containers get networks of their own"
     programs = ("podman", "runc", "debootstrap", "iptables", "/usr/lib/podman/netavark", "/usr/lib/podman/aardvark-dns")
     missing = [Path(name).name for name in programs if shutil.which(name) is None]
     if missing:
         return f"needs the packages {' '.join(missing)} (scripts/test-deploy --install)"
+    return None
+
+
+def unable() -> str | None:
+    """Why no containers can be run here, if so, found out by running one. Makes the base image where there is none."""
+    reason = lacking()
+    if reason is not None:
+        return reason
+    try:
+        _write_settings()
+        if subprocess.run(("podman", "image", "exists", BASE), env=environment()).returncode != 0:
+            _make_base()
+        podman("run", "--rm", BASE, "true")
+    except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
+        return f"containers do not run here: {str(error).strip().splitlines()[-1]}"
     return None
 
 
@@ -88,12 +109,7 @@ def output_of(*arguments: str) -> str:
 
 
 def build_image() -> None:
-    """IMAGE from the Dockerfile, without torch: a mesh of fake engines is all that the tests run."""
-    _CACHE.mkdir(parents=True, exist_ok=True)
-    (_CACHE / "storage.conf").write_text(_STORAGE)
-    (_CACHE / "containers.conf").write_text(_CONTAINERS)
-    if subprocess.run(("podman", "image", "exists", BASE), env=environment()).returncode != 0:
-        _make_base()
+    """IMAGE from the Dockerfile, without torch: a mesh of fake engines is all that the tests run. Needs BASE."""
     made_of = _content()
     label = '{{index .Labels "made-of"}}'
     if podman("image", "inspect", f"--format={label}", IMAGE, check=False).strip().endswith(made_of):
@@ -102,6 +118,12 @@ def build_image() -> None:
     arguments += [f"--build-arg={name}" for name in (f"BASE_IMAGE={BASE}", "EXTRAS=", "MODEL_PACKAGE=", "COMPILER=")]
     build = ("nice", "podman", "build", "--isolation=chroot", "--network=host", f"--tag={IMAGE}", *arguments)
     run(*build, str(REPOSITORY), timeout_s=_BUILD_S)
+
+
+def _write_settings() -> None:
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    (_CACHE / "storage.conf").write_text(_STORAGE)
+    (_CACHE / "containers.conf").write_text(_CONTAINERS)
 
 
 def _content() -> str:
@@ -141,3 +163,16 @@ def tool(name: str) -> str | None:
     """A program of the environment that the tests run in, or of the path."""
     beside = Path(sys.executable).with_name(name)
     return str(beside) if beside.exists() else shutil.which(name)
+
+
+def main() -> int:
+    reason = unable()
+    if reason is not None:
+        print(reason)  # noqa: T201
+        return CANNOT
+    build_image()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,6 +31,17 @@ _FLAGS: Final = (
 _COMMAND_S: Final = 30.0
 
 
+def lacking() -> str | None:
+    """Why there is no browser, if so: nobody installed one, or not whole."""
+    if CHROMIUM is None:
+        return "needs Chromium: scripts/test-packages browser"
+    try:
+        subprocess.run([CHROMIUM, "--version"], capture_output=True, timeout=_COMMAND_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"Chromium does not start: {error}"
+    return None
+
+
 class Browser:
     """Context manager of one page. ``problems`` are the console's errors and warnings, and uncaught exceptions."""
 

@@ -4,6 +4,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+from tests.mesh.browser import lacking
 from tests.mesh.fork_server import REAL_MODULES, ForkServer
 from tests.mesh.harness import Mesh
 
@@ -38,6 +39,14 @@ def own_mesh() -> Iterator[Mesh]:
     """A mesh of fake engines for one test alone."""
     with Mesh() as mesh:
         yield mesh
+
+
+@pytest.fixture(scope="session")
+def chromium() -> None:
+    """Skips where no browser starts."""
+    reason = lacking()
+    if reason is not None:
+        pytest.skip(reason)
 
 
 @pytest.hookimpl(wrapper=True)

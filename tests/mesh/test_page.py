@@ -9,7 +9,7 @@ import pytest
 from mooncake_mesh.gateway import api_keys
 from mooncake_mesh.mesh import key_folder
 from tests.mesh import clients
-from tests.mesh.browser import CHROMIUM, Browser
+from tests.mesh.browser import Browser
 from tests.mesh.harness import Mesh
 
 pytestmark = pytest.mark.mesh
@@ -36,9 +36,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine: apt-get install chromium")
+def browser(chromium: None) -> Iterator[Browser]:
     with Browser() as browser:
         browser.size(1200, 900)
         yield browser

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.mesh import clients
-from tests.mesh.browser import CHROMIUM, Browser
+from tests.mesh.browser import Browser
 from tests.mesh.clients import Stream
 from tests.mesh.harness import Mesh
 
-pytestmark = [pytest.mark.mesh, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")]
+pytestmark = pytest.mark.mesh
 
 WIDE, NARROW = (1280, 900), (400, 800)
 LEAST_CONTRAST = 4.5
@@ -68,7 +68,7 @@ COST = {
 
 
 @pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+def mesh(chromium: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     folder = tmp_path_factory.mktemp("mesh")
     profile = folder / "cost.json"
     profile.write_text(json.dumps(COST))

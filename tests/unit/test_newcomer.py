@@ -63,5 +63,5 @@ def test_a_scale_is_remembered_and_the_port_of_the_environment_wins(
 
 def test_without_containers_it_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(podman, "lacking", lambda: "needs root")
-    assert compose_stand_in.main(["up"]) == compose_stand_in.CANNOT
+    assert compose_stand_in.main(["up"]) == podman.CANNOT
     assert capsys.readouterr().out == "needs root\n"
