@@ -2,7 +2,6 @@
 
 import asyncio
 import http.client
-import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
@@ -10,38 +9,14 @@ from typing import Any, Final
 import openai
 import orjson
 import pytest
-import uvicorn
 
 from mooncake_mesh.errors import Aborted, Rejected
 from mooncake_mesh.gateway.api import TokenEvent, TokenRequest
 from mooncake_mesh.gateway.tokenizer import ByteTokenizer
-from tests.unit.gateway_doubles import MODEL, Gateway, fails, hangs, says
+from tests.unit.gateway_doubles import MODEL, fails, hangs, says
+from tests.unit.served_gateway import Served
 
 MESSAGES: Final[list[Any]] = [{"role": "user", "content": "hi"}]
-
-
-class Served:
-    """A gateway behind a real HTTP server in a thread of its own."""
-
-    def __init__(self) -> None:
-        self.gateway = Gateway(says("Hello, world"))
-        config = uvicorn.Config(
-            self.gateway.app, host="127.0.0.1", port=0, http="httptools", log_config=None, lifespan="off"
-        )
-        self._server = uvicorn.Server(config)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._run, name="gateway")
-        self._thread.start()
-
-    def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._listener]))
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(10)
-        self._listener.close()
-        self.gateway.completions.close()
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Where API keys are in use, the tenant's own is taken from MOONCAKE_API_KEY.",
         allow_abbrev=False,
     )
-    parser.add_argument("request_id", metavar="ID", help="the id of its answer (chatcmpl-… or cmpl-…)")
+    parser.add_argument("request_id", metavar="ID", help="the id of its answer (chatcmpl-…, cmpl-… or resp_…)")
     parser.add_argument("--gateway", default=DEFAULT_ENDPOINT, help="its gateway's SDK endpoint (default %(default)s)")
     parser.add_argument("--keys", type=Path, help="folder with the keys of a client (mooncake keys issue)")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -5,16 +5,21 @@ notice a disconnect as well.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, Final
 
 import orjson
+import structlog
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mooncake_mesh.gateway.openai_errors import BodyTooLarge, Problem
+from mooncake_mesh.errors import MooncakeError
+from mooncake_mesh.gateway.openai_errors import BodyTooLarge, Problem, problem_of
+from mooncake_mesh.gateway.openai_responses import Json
 from mooncake_proto.ids import RequestId
+
+log = structlog.get_logger()
 
 CLIENT_HAS_LEFT: Final = "client_has_left"
 """Where in a scope's state the server puts the function that looks; see gateway/accepting.py."""
@@ -78,6 +83,25 @@ async def wait_for_disconnect(receive: Receive) -> None:
             raise ClientGone
 
 
+async def while_client_is_there(scope: Scope, receive: Receive, serving: Coroutine[Any, Any, None]) -> None:
+    """Run *serving*, which is cancelled when the client leaves. Call after the whole body was read."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(wait_for_disconnect(receive))
+            await serving
+            watch.cancel()
+    except* ClientGone:
+        log.debug("client_gone", request_id=request_id_of(scope), path=scope["path"])
+
+
+def logged_problem(error: MooncakeError, request_id: RequestId) -> Problem:
+    """How *error*, with which one request ends, is told to its client. What is not the client's fault is logged."""
+    problem = problem_of(error, request_id=request_id)
+    if problem.status >= 500:
+        log.warning("request_failed", request_id=request_id, code=error.code, reason=str(error))
+    return problem
+
+
 def json_response(body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(orjson.dumps(body), status, headers, "application/json")
 
@@ -98,11 +122,12 @@ class EventStream:
         self.headers: dict[str, str] = {}
         self.started = False
 
-    async def event(self, content: Any) -> None:
-        """Send *content* as JSON in one event."""
+    async def event(self, content: Any, kind: str | None = None) -> None:
+        """Send *content* as JSON in one event, with its *kind* where the endpoint has several."""
         if not self.started:
             await self._start()
-        body = b"data: " + orjson.dumps(content) + b"\n\n"
+        head = b"data: " if kind is None else b"event: " + kind.encode() + b"\ndata: "
+        body = head + orjson.dumps(content) + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _start(self) -> None:
@@ -115,3 +140,36 @@ class EventStream:
     async def done(self) -> None:
         """End the response with the customary last event."""
         await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def end(self) -> None:
+        """End the response of an endpoint whose last event speaks for itself."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+
+class HttpAnswer:
+    """One HTTP response as a Door."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._asgi = (scope, receive, send)
+        self._events = EventStream(send)
+
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        """For a response that has not begun yet, unless it is an error."""
+        self._events.headers.update(headers)
+
+    async def chunk(self, chunk: Json) -> None:
+        await self._events.event(chunk)
+
+    async def whole(self, response: Json) -> None:
+        if self._events.started:
+            await self._events.done()
+        else:
+            await json_response(response, headers=self._events.headers)(*self._asgi)
+
+    async def fail(self, problem: Problem) -> None:
+        """The error: as the response while nothing was sent, else as an event."""
+        if self._events.started:
+            await self._events.event(problem.body())
+            await self._events.done()
+        else:
+            await problem_response(problem)(*self._asgi)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -17,7 +17,7 @@ from mooncake_mesh.errors import DeadlineExceeded, Draining, InvalidRequest, Rej
 from mooncake_mesh.gateway.api import Mesh
 from mooncake_mesh.gateway.generation import Door, Generation
 from mooncake_mesh.gateway.metrics import DoorMetrics, Outcome
-from mooncake_mesh.gateway.openai_requests import parse_chat, parse_completion
+from mooncake_mesh.gateway.openai_requests import ChatRequest, parse_chat, parse_completion
 from mooncake_mesh.gateway.preparation import Preparation, Prepared
 from mooncake_mesh.gateway.rate_limits import TenantRates, no_limits
 from mooncake_mesh.gateway.standing import NO_STANDING, Standing
@@ -101,11 +101,12 @@ class Completions:
         standing: Standing = NO_STANDING,
         found: Callable[[int], None] = lambda _: None,
         headers: Mapping[str, str] = NO_HEADERS,
+        read_chat: Callable[[dict[str, Any]], ChatRequest] = parse_chat,
     ) -> None:
         """Answer one request of *tenant*, the JSON object in *body*, through *door*; *standing* wins over the body.
 
         *found* hears how many prompt tokens were found in the pool, before the door hears anything. Of *headers* only
-        ``traceparent`` and ``tracestate`` are read.
+        ``traceparent`` and ``tracestate`` are read. *read_chat* makes a chat of a body that says it in other words.
 
         *request_id* is the server's own and unique. Raises a MooncakeError when the request fails, before or after its
         first chunk. Cancelling this coroutine cancels the request everywhere.
@@ -114,7 +115,7 @@ class Completions:
         traced = self._tracing.request(operation, request_id, headers)
         with self._accounted(operation, started_at), traced as span:
             self.rates.take_request(tenant, started_at)
-            prepared = await self._prepare(operation, body, request_id)
+            prepared = await self._prepare(operation, body, request_id, read_chat)
             prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
             self.rates.take_tokens(tenant, prompt_tokens, time.monotonic())
             generation = Generation(
@@ -152,9 +153,15 @@ class Completions:
                 elapsed_s=round(time.monotonic() - started_at, 4),
             )
 
-    async def _prepare(self, operation: Operation, body: bytes, request_id: RequestId) -> Prepared:
+    async def _prepare(
+        self,
+        operation: Operation,
+        body: bytes,
+        request_id: RequestId,
+        read_chat: Callable[[dict[str, Any]], ChatRequest],
+    ) -> Prepared:
         if operation is Operation.CHAT:
-            return await self.preparation.chat(await self.preparation.parse(body, parse_chat), request_id)
+            return await self.preparation.chat(await self.preparation.parse(body, read_chat), request_id)
         return await self.preparation.completion(await self.preparation.parse(body, parse_completion), request_id)
 
     async def _run_to_deadline(self, generation: Generation, started_at: float) -> None:

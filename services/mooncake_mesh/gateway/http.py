@@ -3,6 +3,7 @@
 ::
 
     POST /v1/chat/completions  /v1/completions   answers, whole or streamed
+    POST /v1/responses                           the same in OpenAI's newer words, see gateway/responses_door.py
     GET  /v1/models  /v1/models/NAME             what is served now
     …    /v1/caching                             context caches, see gateway/caching_door.py
     POST /tokenize  /detokenize                  the model's tokenizer
@@ -21,10 +22,8 @@ A client's ``x-request-id`` is a label: it is sent back and stands in this gatew
 of a stream is an event with the error body, then ``[DONE]``.
 """
 
-import asyncio
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final
@@ -44,13 +43,15 @@ from mooncake_mesh.errors import MooncakeError
 from mooncake_mesh.gateway.api import Mesh
 from mooncake_mesh.gateway.asgi import (
     ClientGone,
-    EventStream,
+    HttpAnswer,
     client_has_left,
     json_response,
+    logged_problem,
     problem_response,
     read_body,
     request_id_of,
     wait_for_disconnect,
+    while_client_is_there,
 )
 from mooncake_mesh.gateway.caching_door import caching_routes
 from mooncake_mesh.gateway.completion import Completions
@@ -64,6 +65,7 @@ from mooncake_mesh.gateway.openai_responses import Json
 from mooncake_mesh.gateway.openapi import openapi
 from mooncake_mesh.gateway.page import page_routes
 from mooncake_mesh.gateway.preparation import ServedModel
+from mooncake_mesh.gateway.responses_door import Responding
 from mooncake_mesh.gateway.standing import standing_of
 from mooncake_mesh.gateway.token_requests import detokenize, estimate_tokens, tokenize
 from mooncake_mesh.gateway.trace_context import trace_labels
@@ -96,6 +98,7 @@ def create_app(
     routes = [
         Route("/v1/chat/completions", _Answering(completions, Operation.CHAT, limits, caching), methods=["POST"]),
         Route("/v1/completions", _Answering(completions, Operation.COMPLETION, limits, caching), methods=["POST"]),
+        Route("/v1/responses", Responding(completions, limits.max_body_bytes), methods=["POST"]),
         *caching_routes(caching, completions.rates, limits.max_body_bytes),
         Route("/v1/models", side.models),
         Route("/v1/models/{name:path}", side.model),
@@ -155,7 +158,7 @@ class _Front:
 
 
 class _Answering:
-    """One of the two endpoints that generate."""
+    """Chats or completions."""
 
     def __init__(
         self,
@@ -173,16 +176,9 @@ class _Answering:
         if client_has_left(scope):
             await wait_for_disconnect(receive)
         body = await read_body(scope, receive, max_bytes=self._limits.max_body_bytes)
-        answer = _HttpAnswer(scope, receive, send)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(wait_for_disconnect(receive))
-                await self._serve(body, answer, scope)
-                watch.cancel()
-        except* ClientGone:
-            log.debug("client_gone", request_id=request_id_of(scope), path=scope["path"])
+        await while_client_is_there(scope, receive, self._serve(body, HttpAnswer(scope, receive, send), scope))
 
-    async def _serve(self, body: bytes, answer: "_HttpAnswer", scope: Scope) -> None:
+    async def _serve(self, body: bytes, answer: "HttpAnswer", scope: Scope) -> None:
         request_id, tenant = request_id_of(scope), tenant_of(scope)
         try:
             headers = Headers(scope=scope)
@@ -204,43 +200,10 @@ class _Answering:
                 found=lambda cached_tokens: answer.add_headers(chat.headers(cached_tokens, time.time())),
             )
         except MooncakeError as error:
-            problem = problem_of(error, request_id=request_id)
-            if problem.status >= 500:
-                log.warning("request_failed", request_id=request_id, code=error.code, reason=str(error))
-            await answer.fail(problem.body(), problem_response(problem))
+            await answer.fail(logged_problem(error, request_id))
         except Exception as error:  # boundary of one request: reported, and the others go on
             log.exception("request_crashed", request_id=request_id)
-            problem = problem_of(error, request_id=request_id)
-            await answer.fail(problem.body(), problem_response(problem))
-
-
-class _HttpAnswer:
-    """One HTTP response as a Door."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._asgi = (scope, receive, send)
-        self._events = EventStream(send)
-
-    def add_headers(self, headers: Mapping[str, str]) -> None:
-        """For a response that has not begun yet, unless it is an error."""
-        self._events.headers.update(headers)
-
-    async def chunk(self, chunk: Json) -> None:
-        await self._events.event(chunk)
-
-    async def whole(self, response: Json) -> None:
-        if self._events.started:
-            await self._events.done()
-        else:
-            await json_response(response, headers=self._events.headers)(*self._asgi)
-
-    async def fail(self, body: Json, response: Response) -> None:
-        """The error: as *response* while nothing was sent, else as an event."""
-        if self._events.started:
-            await self._events.event(body)
-            await self._events.done()
-        else:
-            await response(*self._asgi)
+            await answer.fail(problem_of(error, request_id=request_id))
 
 
 class _SideDoors:

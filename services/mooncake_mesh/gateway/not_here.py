@@ -10,7 +10,7 @@ from mooncake_mesh.gateway.openai_errors import NotImplementedHere
 _METHODS: Final = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _WHY: Final = {
     "/v1/embeddings": "models here generate text",
-    "/v1/responses": "use /v1/chat/completions",
+    "/v1/responses": "nothing is stored here; POST /v1/responses answers at once",
     "/v1/moderations": "models here generate text",
     "/v1/rerank": "models here generate text",
     "/v1/score": "models here generate text",

@@ -78,6 +78,16 @@ def _paths() -> Json:
                 events=True,
             )
         },
+        "/v1/responses": {
+            "post": _call(
+                "respond",
+                "The assistant's next turn, in the words of OpenAI's newer endpoint",
+                _ref("ResponsesRequest"),
+                _ref("Response"),
+                generating,
+                events=True,
+            )
+        },
         "/v1/models": {"get": _call("listModels", "Models that are served now", None, _ref("Models"), (401,))},
         "/v1/models/{name}": {
             "parameters": [_path("name")],
@@ -170,8 +180,20 @@ def _schemas() -> Json:
         "top_logprobs": _integer(0, MAX_CHAT_LOGPROBS),
     }
     completion = {"prompt": prompt, "echo": _BOOLEAN, "logprobs": _integer(0, MAX_COMPLETION_LOGPROBS)}
+    item = {"type": {"enum": ["message", "function_call", "function_call_output"]}, "role": _STRING, "content": {}}
+    responses = {
+        "model": _STRING,
+        "input": {"anyOf": [_STRING, {"type": "array", "minItems": 1, "items": _described(item)}]},
+        "instructions": {"type": ["string", "null"]},
+        "max_output_tokens": _integer(1),
+        "text": _OBJECT,
+        "metadata": _OBJECT,
+        **{name: sampling[name] for name in ("temperature", "top_p", "stream", "seed", "service_tier", "user")},
+        **{name: chat[name] for name in ("tools", "tool_choice", "parallel_tool_calls")},
+    }
     answer = {"id": _STRING, "object": _STRING, "created": {"type": "integer"}, "model": _STRING}
     choices = {"choices": {"type": "array", "items": _OBJECT}, "usage": _ref("Usage")}
+    output = {"output": {"type": "array", "items": _OBJECT}, "usage": _OBJECT}
     model = {"id": _STRING, "object": {"const": "model"}, "max_model_len": _integer(1)}
     error = {"message": _STRING, "type": _STRING, "param": {"type": ["string", "null"]}, "code": _STRING}
     counts = {"prompt_tokens": _integer(0), "completion_tokens": _integer(0), "total_tokens": _integer(0)}
@@ -181,6 +203,8 @@ def _schemas() -> Json:
         "CompletionRequest": _described({**sampling, **completion}, required=["model", "prompt"]),
         "Chat": _described({**answer, **choices}),
         "Completion": _described({**answer, **choices}),
+        "ResponsesRequest": _described(responses, required=["model", "input"]),
+        "Response": _described({"id": _STRING, "object": {"const": "response"}, "status": _STRING, **output}),
         "Usage": _described({**counts, **cached}),
         "Model": _described(model),
         "Models": _described({"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}}),

@@ -24,7 +24,7 @@ from mooncake_proto.serving import DecodeGranted, FirstToken, JobFailed, Placeme
 
 _MAX_STEPS: Final = 64
 _MAX_STORIES: Final = 512
-_PREFIXES: Final = ("chatcmpl-", "cmpl-")
+_PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_")
 
 
 class RequestStory:
