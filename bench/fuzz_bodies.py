@@ -54,6 +54,23 @@ _BODIES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
             },
         },
     ),
+    ("POST", "/v1/responses", {"input": "hello", "instructions": "Be brief.", "stream": True, "max_output_tokens": 4}),
+    (
+        "POST",
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "Which ship is the smallest?"}]},
+                {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "a dinghy"},
+            ],
+            "tools": [{"type": "function", "name": "look", "parameters": {"type": "object"}}],
+            "tool_choice": {"type": "function", "name": "look"},
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+            "metadata": {"k": "v"},
+            "max_output_tokens": 4,
+        },
+    ),
     ("POST", "/tokenize", {"prompt": "hello", "add_special_tokens": True}),
     ("POST", "/tokenize", {"messages": _MESSAGES}),
     ("POST", "/detokenize", {"tokens": [1, 2, 3]}),
@@ -101,8 +118,9 @@ class BodyMutator:
         body = json.loads(json.dumps({"model": self._model, **fields}))
         for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
             self._mutate(body)
-        if isinstance(body.get("max_tokens"), int):
-            body["max_tokens"] = body["max_tokens"] if body["max_tokens"] > 2**20 else min(body["max_tokens"], 64)
+        for name in ("max_tokens", "max_output_tokens"):
+            if isinstance(body.get(name), int) and body[name] <= 2**20:
+                body[name] = min(body[name], _MOST_TOKENS)
         data = json.dumps(body).encode(errors="surrogatepass")
         if rng.random() < 0.15:
             data = self._damage(data)
