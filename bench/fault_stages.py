@@ -130,7 +130,12 @@ def _queued(scene: Scene, by: _Settings) -> None:
         scene.place(_prompt(f"{number} before {by.prompt[:16]}", 8), 4)
     scene.place(by.other_prompt, seed=by.other_seed)
     scene.place(by.prompt, seed=by.seed)
-    scene.mesh.wait(lambda: _load(scene.mesh, scene.prefill).load.queued_jobs >= 3 or None, what="a queue")
+    scene.mesh.wait(lambda: _n_jobs(scene.mesh, scene.prefill) >= 3 or None, what="a queue")
+
+
+def _n_jobs(mesh: Mesh, name: str) -> int:
+    load = _load(mesh, name).load
+    return load.queued_jobs + load.running_jobs
 
 
 def _first_chunk(scene: Scene, by: _Settings) -> None:

@@ -58,13 +58,14 @@ class PrefillShell:
         core = self.core
         queued = core.queued_prompts()
         known = self._load
-        count = (core.running_jobs, core.prefills)
-        if known is not None and not (queued or known.queued_jobs) and (known.running_jobs, known.prefills) == count:
+        running_jobs = core.running_jobs - core.queued_jobs
+        count = (running_jobs, core.prefills)
+        if known is not None and not (queued or known.queued_prompts) and (known.running_jobs, known.prefills) == count:
             return known
         self._load = Load(
-            queued_jobs=len(queued),
+            queued_jobs=core.queued_jobs,
             queued_tokens=sum(uncached for uncached, _ in queued),
-            running_jobs=core.running_jobs,
+            running_jobs=running_jobs,
             prefill_tokens_per_s=self._tokens_per_s,
             queued_prompts=queued,
             queued_waits_s=core.queued_waits_s(self.node.clock.now_s),

@@ -75,8 +75,10 @@ class Load:
     on SSD, which is read at ``ssd_bytes_per_s`` of late (0: not known); ``ssd_faults`` counts what it lost or refused.
     ``pages`` says what its arena is made of: hugetlb, transparent or small.
 
-    Prefill: ``queued_prompts`` are the (uncached, cached) tokens of every job not computed yet, oldest first; the
-    first has been computed for ``prefill_elapsed_s``. ``queued_priorities`` are theirs, where any has one.
+    Prefill: queued are the jobs that wait, running those that are fetched for, computed or sent; ``queued_tokens`` are
+    all that is still to be computed. ``queued_prompts`` are the (uncached, cached) tokens of every job not computed
+    yet, oldest first; the first has been computed for ``prefill_elapsed_s``. ``queued_priorities`` are theirs, where
+    any has one.
     ``queued_waits_s`` is how long each of the last ones, which others may still overtake, has waited since its request
     came; None where nobody overtakes.
     ``recent_prefills`` are the (uncached, cached, seconds) of the last few of ``prefills`` computed ones, newest last.

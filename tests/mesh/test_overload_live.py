@@ -145,8 +145,7 @@ def test_hold_keeps_first_tokens_back_until_there_is_a_place(mesh: Mesh) -> None
 
         def both_computed() -> bool | None:
             loads = [s.load for s in mesh.status().cluster.members if s.member.role is Role.DECODE]
-            prefills = [s.load.running_jobs for s in mesh.status().cluster.members if s.member.role is Role.PREFILL]
-            return (sum(load.queued_jobs for load in loads) == 2 and not sum(prefills)) or None
+            return (sum(load.queued_jobs for load in loads) == 2 and not _prefills(mesh)) or None
 
         mesh.wait(both_computed, what="two computed prompts to be held")
         assert [one.chunks for one in held] == [0, 0]
@@ -193,15 +192,14 @@ def test_a_request_that_is_held_too_long_is_refused(mesh: Mesh) -> None:
 def test_the_urgent_overtake_in_the_prefill_queue(mesh: Mesh) -> None:
     admitting(mesh, "hold")
 
-    def queued(n: int) -> bool | None:
-        loads = [s.load for s in mesh.status().cluster.members if s.member.role is Role.PREFILL]
-        return (sum(load.queued_jobs for load in loads) == n) or None
+    def has(n: int) -> bool | None:
+        return _prefills(mesh) == n or None
 
     with ExitStack() as stack:
         long = stack.enter_context(Stream(mesh.http, "a long prompt that keeps the instance busy " * 40, 1))
-        mesh.wait(lambda: queued(1), what="the long prompt to be computed")
+        mesh.wait(lambda: has(1), what="the long prompt to be computed")
         standard = [stack.enter_context(Stream(mesh.http, f"{i} standard " * 12, 1)) for i in range(4)]
-        mesh.wait(lambda: queued(5), what="the others to wait for it")
+        mesh.wait(lambda: has(5), what="the others to wait for it")
         urgent = stack.enter_context(Stream(mesh.http, "urgent " * 12, 1, {"priority": -5}))
         urgent.wait_over()
         assert sum(one.is_over for one in standard) < 4, "it overtook who had not begun"
@@ -256,6 +254,12 @@ def _holds(role: Role, load: object) -> bool:
 def _held(mesh: Mesh) -> int:
     """Jobs at decode instances that are not decoded yet, while nothing is computed any more."""
     members = mesh.status().cluster.members
-    if any(s.load.running_jobs for s in members if s.member.role is Role.PREFILL):
+    if _prefills(mesh):
         return -1
     return sum(s.load.queued_jobs for s in members if s.member.role is Role.DECODE)
+
+
+def _prefills(mesh: Mesh) -> int:
+    """Jobs at prefill instances, waiting or not."""
+    loads = [s.load for s in mesh.status().cluster.members if s.member.role is Role.PREFILL]
+    return sum(load.queued_jobs + load.running_jobs for load in loads)

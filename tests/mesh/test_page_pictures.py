@@ -151,11 +151,11 @@ def test_a_chart_tells_what_is_under_the_pointer(browser: Browser, photograph: A
 
 def test_overload_is_seen(mesh: Mesh, browser: Browser, photograph: Any) -> None:
     with ExitStack() as stack:
-        asking(mesh, stack, 6, turn=10)
-        browser.until(f"{in_page('decisions')}.includes('rejected')")
-        asking(mesh, stack, 10, turn=11)
-        browser.until(f"{in_page('classes')}.includes('Refused')")
+        asking(mesh, stack, 8, turn=10)
+        asking(mesh, stack, 8, turn=11)
         browser.until("parseFloat(document.querySelector('#requests-now .bad + b').innerText) > 0")
+        browser.until(f"{in_page('decisions')}.includes('rejected')")
+        browser.until(f"{in_page('classes')}.includes('Refused')")
         photograph("overload")
     mesh.wait_idle()
 

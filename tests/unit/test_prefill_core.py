@@ -141,11 +141,13 @@ def test_load_is_what_is_still_to_be_computed() -> None:
     a, b = submitted(c, "a", 10), submitted(c, "b", 7)
     assert (c.queued_jobs, c.queued_tokens, c.running_jobs) == (2, 17, 2)
     c.next_to_acquire()
+    assert c.queued_jobs == 1, "somebody works on the other one"
     c.acquired(a, (1, 2, 3), 2)
     assert (c.queued_jobs, c.queued_tokens) == (2, 2 + 7)
     assert c.next_to_compute() is a
-    assert (c.queued_jobs, c.queued_tokens) == (2, 2 + 7)
+    assert (c.queued_jobs, c.queued_tokens) == (1, 2 + 7)
     c.move(a, JobStage.COMPUTING)
+    assert (c.queued_jobs, c.queued_tokens) == (1, 2 + 7)
     c.move(a, JobStage.SENDING)
     assert (c.queued_jobs, c.queued_tokens, c.running_jobs) == (1, 7, 2)
     c.move(a, JobStage.DONE)

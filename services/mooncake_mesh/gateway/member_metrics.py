@@ -16,8 +16,8 @@ def member_metrics(members: Sequence[MemberState]) -> Iterator[Metric]:
     """Those of the conductor's last report."""
     takes_work = _gauge("instance_takes_work", "1 while the conductor would place a request here")
     queued = _gauge("instance_queued_jobs", "Prefill: prompts that wait; decode: requests whose KV is still to come")
-    running = _gauge("instance_running_jobs", "Prompts being computed, sequences being decoded")
-    queued_tokens = _gauge("instance_queued_tokens", "Tokens of the queued jobs")
+    running = _gauge("instance_running_jobs", "Prompts being computed or sent, sequences being decoded")
+    queued_tokens = _gauge("instance_queued_tokens", "Prefill: tokens still to be computed; decode: of the queued jobs")
     swapped = _gauge(
         "instance_swapped_jobs", "Decode: sequences that have left the pool and wait for room to come back"
     )

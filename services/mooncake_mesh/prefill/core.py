@@ -171,8 +171,8 @@ class PrefillCore:
 
     @property
     def queued_jobs(self) -> int:
-        """Jobs that are not computed yet."""
-        return sum(job.stage in _WAITING for job in self._jobs.values())
+        """Jobs that wait, with nobody working on them."""
+        return sum(job.is_idle for job in self._jobs.values())
 
     @property
     def queued_tokens(self) -> int:
@@ -208,6 +208,7 @@ class PrefillCore:
 
     @property
     def running_jobs(self) -> int:
+        """All jobs that are not over, those that wait among them."""
         return len(self._jobs)
 
     def get(self, job_id: JobId) -> QueuedJob | None:
@@ -334,5 +335,4 @@ class PrefillCore:
                 self._queue.remove(entry)
 
 
-_WAITING: Final = (JobStage.QUEUED, JobStage.ACQUIRING, JobStage.READY, JobStage.COMPUTING)
 _ANY_TURN: Final = QueueTurn(service_s=0.0)

@@ -99,10 +99,11 @@ class PrefillService:
         await self._over.until(lambda: None if self._core.running_jobs else True)
 
     def _load(self) -> Load:
+        queued_jobs = self._core.queued_jobs
         return Load(
-            queued_jobs=self._core.queued_jobs,
+            queued_jobs=queued_jobs,
             queued_tokens=self._core.queued_tokens,
-            running_jobs=self._core.running_jobs,
+            running_jobs=self._core.running_jobs - queued_jobs,
             prefill_tokens_per_s=self._tokens_per_s,
             draining=self._station.is_draining or not self._is_whole,
             queued_prompts=self._core.queued_prompts(),
