@@ -54,11 +54,13 @@ _TIMED_SCHEMA: Final[dict[str, Any]] = {"type": "array", "items": {"type": "stri
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.structured", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer answers and rounds, about a minute")
+    parser.add_argument("--rounds", type=int, help="of the times; a machine that does other work needs 30 or more")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
     Report.add_flags(parser)
     args = parser.parse_args()
     answers, rounds = (24, 2) if args.quick else (200, 12)
+    rounds = args.rounds or rounds
     report = Report("structured", f"{args.model}, {args.dtype}, temperature 1")
     settings = {"MOONCAKE_CONDUCTOR_TTFT_SLO_S": "600", "MOONCAKE_CONDUCTOR_TBT_SLO_S": "60"}
     with local_mesh([f"--model={args.model}", f"--dtype={args.dtype}"], settings) as mesh:
