@@ -42,6 +42,19 @@ class Door:
             said: dict[str, Any] = json.load(answer)
             return said
 
+    def answers(self, text: str, max_tokens: int = 8) -> bool:
+        """Whether a chat is answered whole. False is a 503: nobody can serve it now, so a client comes back.
+
+        That is what a conductor says which has just begun, until the workers have told it that they are there, which
+        takes them a heartbeat. ``/ready`` is what the gateway last heard, so it may still tell of the one before.
+        """
+        try:
+            return bool(self.chat(text, max_tokens)["usage"]["completion_tokens"] == max_tokens)
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+            return False
+
     def _request(self, path: str, body: object = None) -> urllib.request.Request:
         request = urllib.request.Request(self.url + path, None if body is None else json.dumps(body).encode())
         if self.api_key is not None:
