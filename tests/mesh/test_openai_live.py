@@ -317,13 +317,13 @@ def test_what_is_not_here_says_so_once(fake_mesh: Mesh) -> None:
 def test_a_response_is_the_chat_in_other_words(client: openai.OpenAI) -> None:
     """Whole and streamed, with the same tokens, and with what came from the cache."""
     question = f"{PROMPT} {PROMPT} Once more."
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
     options: dict[str, Any] = {"model": MODEL, "instructions": "Be brief.", "temperature": 0, "max_output_tokens": 24}
     whole = client.responses.create(input=question, **options)
     assert whole.output_text == chat_text(messages, 24)
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     *events, last = client.responses.create(input=messages[1:], stream=True, **options)
-    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    deltas: list[str] = [event.delta for event in events if event.type == "response.output_text.delta"]
     final = last.response
     assert "".join(deltas) == final.output_text == whole.output_text
     assert len(deltas) > 1
@@ -333,11 +333,12 @@ def test_a_response_is_the_chat_in_other_words(client: openai.OpenAI) -> None:
 
 
 def test_a_response_calls_a_tool(client: openai.OpenAI) -> None:
-    tool: Any = openai.pydantic_function_tool(Trip)["function"]
+    function: Any = openai.pydantic_function_tool(Trip)["function"]
+    tool: Any = {"type": "function", **function}
     answer = client.responses.create(
         model=MODEL,
         input="hello",
-        tools=[{"type": "function", **tool}],
+        tools=[tool],
         tool_choice="required",
         parallel_tool_calls=False,
         max_output_tokens=200,

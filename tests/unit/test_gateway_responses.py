@@ -89,14 +89,15 @@ def test_a_text_is_answered(client: openai.OpenAI, served: Served) -> None:
 
 
 def test_it_is_the_chat_that_it_reads_like(client: openai.OpenAI, served: Served) -> None:
+    conversation: list[Any] = [
+        {"role": "user", "content": "one"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "two"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "th"}, {"type": "input_text", "text": "ree"}]},
+    ]
     client.responses.create(
         model=MODEL,
         instructions="Be brief.",
-        input=[
-            {"role": "user", "content": "one"},
-            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "two"}]},
-            {"role": "user", "content": [{"type": "input_text", "text": "th"}, {"type": "input_text", "text": "ree"}]},
-        ],
+        input=conversation,
     )
     as_response = prompt_of(served)
     messages: list[Any] = [
@@ -113,7 +114,7 @@ def test_a_stream_is_typed_events_that_add_up(client: openai.OpenAI) -> None:
     with client.responses.stream(model=MODEL, input="hi") as stream:
         events = list(stream)
         final = stream.get_final_response()
-    kinds = [event.type for event in events]
+    kinds: list[str] = [event.type for event in events]
     middle = ["response.output_text.delta"]
     assert once_each(kinds) == [*BEGIN, *MESSAGE_BEGINS, *middle, *MESSAGE_ENDS, "response.completed"]
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -124,7 +125,7 @@ def test_a_stream_is_typed_events_that_add_up(client: openai.OpenAI) -> None:
 
 
 def test_a_plain_stream_too(client: openai.OpenAI) -> None:
-    events = list(client.responses.create(model=MODEL, input="hi", stream=True))
+    events: list[Any] = list(client.responses.create(model=MODEL, input="hi", stream=True))
     assert events[0].type == "response.created"
     assert events[-1].type == "response.completed"
     assert events[-1].response.output[0].content[0].text == "Hello, world"
@@ -143,7 +144,8 @@ def test_what_is_cut_off_is_incomplete(client: openai.OpenAI, stream: bool) -> N
 
 def test_an_answer_without_text_is_an_empty_message(client: openai.OpenAI, served: Served) -> None:
     served.gateway.mesh.script = says("")
-    assert client.responses.create(model=MODEL, input="hi").output[0].content[0].text == ""
+    answer: Any = client.responses.create(model=MODEL, input="hi")
+    assert answer.output[0].content[0].text == ""
     events = [event.type for event in client.responses.create(model=MODEL, input="hi", stream=True)]
     assert events == [*BEGIN, *MESSAGE_BEGINS, *MESSAGE_ENDS, "response.completed"]
 

@@ -64,7 +64,7 @@ def test_every_layer_is_announced() -> None:
 
 @pytest.mark.parametrize(
     ("layer_s", "announced"),
-    [(0.0, [(0, 1), (1, 7)]), (0.002, [(0, 1), (1, 3), (4, 3), (7, 1)]), (0.011, [(n, 1) for n in range(8)])],
+    [(0.0, [(0, 1), (1, 7)]), (0.012, [(0, 1), (1, 3), (4, 3), (7, 1)]), (0.031, [(n, 1) for n in range(8)])],
 )
 def test_layers_that_come_fast_are_announced_together_and_the_last_one_at_once(
     layer_s: float, announced: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
