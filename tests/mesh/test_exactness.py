@@ -234,14 +234,15 @@ def test_sequences_that_push_each_other_out_of_the_pool_draw_the_same(reference:
     ]
 
 
-def test_bfloat16_answers() -> None:
-    """Started as users do it."""
+def test_bfloat16_answers(tmp_path: Path) -> None:
+    """Started as users do it, with cores that the instances share."""
+    share = ["--threads=0", f"--core-board={tmp_path / 'cores'}"]
     with (
         Mesh(
             engine="transformers",
             model=DEFAULT_MODEL,
             dtype="bfloat16",
-            flags=PATIENT,
+            flags={**PATIENT, "prefill": share, "decode": share},
             ready_s=120,
             start=Start.COMMAND,
         ) as mesh,

@@ -1,5 +1,6 @@
 """Instances of one machine share its cores by a board."""
 
+import os
 import subprocess
 import sys
 import time
@@ -68,6 +69,19 @@ def test_who_is_alone_has_all_its_threads(path: Path) -> None:
         board.begin()
         assert board.threads == threads, "its own mark does not count"
         board.close()
+
+
+def test_cores_that_are_taken_away_are_seen(path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    board = CoreBoard(path, 0)
+    assert board.threads == len(before)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert board.threads == 1
+    finally:
+        os.sched_setaffinity(0, before)
+    assert board.threads == len(before)
+    board.close()
 
 
 def test_cores_are_divided_while_another_process_computes(path: Path) -> None:

@@ -89,7 +89,7 @@ def test_attention_block_by_block_is_attention_with_a_mask(
 def test_every_way_of_causal_attention_is_the_same(
     has_amx: bool, dtype: Any, positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_HAS_AMX", has_amx)
+    monkeypatch.setattr(kernels, "HAS_AMX", has_amx)
     call, k, v = _call(40, positions, dtype)
     within = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.03, "atol": 0.02}
     torch.testing.assert_close(kernels.causal_attention(call, k, v).float(), _masked(call, k, v), **within)
@@ -100,7 +100,7 @@ def test_every_way_of_causal_attention_is_the_same(
 def test_a_token_attends_alike_by_plain_products(
     positions: int, scaling: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_HAS_AMX", False)
+    monkeypatch.setattr(kernels, "HAS_AMX", False)
     generator = torch.Generator().manual_seed(1)
     q = torch.randn((1, 2, 3, 16), generator=generator).to(torch.bfloat16)
     k, v = torch.randn((2, 1, 2, 800, 16), generator=generator).to(torch.bfloat16)[:, :, :, :positions]

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as functional
 
-_HAS_AMX: Final[bool] = torch.cpu._is_amx_tile_supported()
+HAS_AMX: Final[bool] = torch.cpu._is_amx_tile_supported()
 _PLAIN_POSITIONS: Final = 512
 _BLOCK_TOKENS: Final = range(8, 65)
 _BLOCK_SCORES: Final = 1 << 21
@@ -49,7 +49,7 @@ def causal_attention(call: LayerCall, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 def _plain_pays(q: torch.Tensor) -> bool:
-    return q.is_cpu and q.dtype is torch.bfloat16 and not _HAS_AMX
+    return q.is_cpu and q.dtype is torch.bfloat16 and not HAS_AMX
 
 
 def token_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:

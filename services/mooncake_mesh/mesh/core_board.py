@@ -33,8 +33,8 @@ _LINGER_NS: Final = 20_000_000
 class CoreBoard:
     """This process's slot on the board at *path*, made if need be. Raises MeshError.
 
-    It may have *most_threads* threads, 0 for as many as cores; *n_cores* are those that it may run on. To be used on
-    one thread.
+    It may have *most_threads* threads, 0 for as many as cores. *n_cores* are those that the asking thread may run on
+    then, unless given. To be used on one thread.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class CoreBoard:
         n_cores: int | None = None,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._n_cores = n_cores or len(os.sched_getaffinity(0))
-        self._most_threads = most_threads or self._n_cores
+        self._n_cores = n_cores
+        self._most_threads = most_threads
         self._now_ns = now_ns
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -70,7 +70,8 @@ class CoreBoard:
         """How many threads this process may compute with now."""
         now_ns = self._now_ns()
         others = sum(mark > now_ns for mark in self._marks.tolist()) - (self._marks[self._slot] > now_ns)
-        return max(1, min(self._most_threads, self._n_cores // (1 + others)))
+        n_cores = self._n_cores or len(os.sched_getaffinity(0))
+        return max(1, min(self._most_threads or n_cores, n_cores // (1 + others)))
 
     def close(self) -> None:
         self._marks[self._slot] = 0

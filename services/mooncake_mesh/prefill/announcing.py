@@ -15,8 +15,8 @@ from mooncake_proto.ids import TransferId
 from mooncake_proto.transfer import SliceReady
 
 _PAUSE_S: Final = 0.03
-"""Between two announcements. Each costs this process and two messengers a millisecond, of cores that may be the engine's;
-and what is left to send at the end takes less than that."""
+"""Between two announcements. Each costs this process and two messengers a millisecond, of cores that may be the
+engine's; and what is left to send at the end takes less than that."""
 
 
 class StopRequested(Exception):
