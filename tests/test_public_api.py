@@ -36,6 +36,7 @@ CODES = {
     "ModelNotFound": "model_not_found",
     "MooncakeError": "internal_error",
     "NoFreeBlocks": "no_free_blocks",
+    "NotLeader": "not_leader",
     "PeerUnreachable": "peer_unreachable",
     "Refused": "mesh_error",
     "Rejected": "rejected",

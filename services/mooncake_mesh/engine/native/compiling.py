@@ -9,12 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from mooncake_mesh.errors import MooncakeError
-
 _FLAGS: Final = (
     "-O3",
     "-march=native",
-    "-mprefer-vector-width=512",
     "-fno-math-errno",
     "-fno-trapping-math",
     # Not -ffast-math: it makes a library that, once loaded, has the thread that loads it take small numbers for zero.
@@ -23,14 +20,13 @@ _FLAGS: Final = (
     "-shared",
     "-nodefaultlibs",  # GNU OpenMP is the one that torch has brought into the process
 )
+_X86_FLAGS: Final = ("-mprefer-vector-width=512",)
 _LIBRARIES: Final = ("-lc", "-lm")
 _TIMEOUT_S: Final = 60.0
 
 
-class NativeUnavailable(MooncakeError):
-    """There are no kernels in C here, and why."""
-
-    code = "native_unavailable"
+class NativeUnavailable(Exception):
+    """There are no kernels in C here, and why. Nobody but the log hears of it."""
 
 
 def compiled(source: Path, folder: Path) -> Path:
@@ -40,6 +36,10 @@ def compiled(source: Path, folder: Path) -> Path:
     if not library.exists():
         _compile(compiler, source, library)
     return library
+
+
+def _flags() -> tuple[str, ...]:
+    return (*_FLAGS, *_X86_FLAGS) if platform.machine() == "x86_64" else _FLAGS
 
 
 def _compiler() -> str:
@@ -65,7 +65,7 @@ def _private(folder: Path) -> Path:
 def _fingerprint(source: Path, compiler: str) -> str:
     """Of all that the library follows from, the processor too: a home folder may serve several machines."""
     said = _run([compiler, "--version"])
-    parts = (source.read_text(), said, " ".join(_FLAGS), platform.machine(), _processor_flags())
+    parts = (source.read_text(), said, " ".join(_flags()), platform.machine(), _processor_flags())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -83,7 +83,7 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
     os.close(handle)
     part = Path(name)
     try:
-        _run([compiler, *_FLAGS, "-o", str(part), str(source), *_LIBRARIES])
+        _run([compiler, *_flags(), "-o", str(part), str(source), *_LIBRARIES])
         part.replace(library)
     finally:
         part.unlink(missing_ok=True)

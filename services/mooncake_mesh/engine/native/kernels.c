@@ -1,7 +1,7 @@
 /* Attention, normalization and rotation of bfloat16 on the CPU, for the engine (see native/__init__.py).
  *
- * Compiled at load for the machine it runs on. Vectors are those of GCC and Clang, 16 floats wide, which the compiler cuts
- * to what the processor has; only the products of prompts are written for AVX512-BF16, and absent without it. Sums are
+ * Compiled at load for the machine it runs on. Vectors are GCC's, 16 floats wide, which the compiler cuts to what the
+ * processor has; only the products of prompts are written for AVX512-BF16, and absent without it. Sums are
  * float32 throughout; results are rounded once. OpenMP is torch's own: nothing is linked here, so both share one team.
  */
 #include <math.h>
