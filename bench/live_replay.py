@@ -35,6 +35,8 @@ from mooncake_mesh.loadtest.trace_file import TRACE_BLOCK_TOKENS, TraceLine, rea
 from mooncake_mesh.loadtest.workloads import Arrivals, Lengths, LoadRequest, first_of, random_lengths
 
 _WARM_UP: Final = 6
+_ONE_THREAD: Final = ("--threads=1",)
+"""A profile is measured with one instance at work at a time, which would have all the cores that they share."""
 _FAKE: Final = (
     "--engine", "fake", "--fake-prefill-s-base", "0.01", "--fake-prefill-s-per-token", "0.0012",
     "--fake-decode-s-base", "0.03", "--fake-decode-s-per-slot", "0.003", "--arena-bytes", "6MiB",
@@ -109,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _live(lines: Sequence[TraceLine], args: argparse.Namespace) -> LiveRun:
     """Measure a mesh, choose the scale by that, and replay *lines* on another one that is like it."""
-    flags = _FAKE if args.engine == "fake" else ()
+    flags = _FAKE if args.engine == "fake" else _ONE_THREAD
     with tempfile.TemporaryDirectory(prefix="mooncake-live-") as folder:
         profile = Path(folder) / "cost.json"
         say("profiling a mesh")
