@@ -13,17 +13,18 @@ wrote expires.
 import fcntl
 import mmap
 import os
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from mooncake_mesh.errors import MeshError
 
 SLOTS: Final = 512
-_SLOT: Final = struct.Struct("<q")
-_BOARD_BYTES: Final = SLOTS * _SLOT.size
+_SLOT_BYTES: Final = 8
+_BOARD_BYTES: Final = SLOTS * _SLOT_BYTES
 _BUSY_NS: Final = 5_000_000_000
 """A mark made during a forward: longer than a layer takes. It is what others lose when somebody dies."""
 _LINGER_NS: Final = 20_000_000
@@ -55,7 +56,7 @@ class CoreBoard:
         except OSError as error:
             raise MeshError(f"no board of cores at {path}: {error}") from error
         self._slot = self._claim(path)
-        self._marks = memoryview(self._map).cast("q")
+        self._marks = np.frombuffer(self._map, np.int64)  # looked through in every layer of a forward
 
     def begin(self) -> None:
         """This process computes from now on. To be called again now and then."""
@@ -69,20 +70,20 @@ class CoreBoard:
     def threads(self) -> int:
         """How many threads this process may compute with now."""
         now_ns = self._now_ns()
-        others = sum(mark > now_ns for mark in self._marks.tolist()) - (self._marks[self._slot] > now_ns)
+        others = int(np.count_nonzero(self._marks > now_ns)) - int(self._marks[self._slot] > now_ns)
         n_cores = self._n_cores or len(os.sched_getaffinity(0))
         return max(1, min(self._most_threads or n_cores, n_cores // (1 + others)))
 
     def close(self) -> None:
         self._marks[self._slot] = 0
-        self._marks.release()
+        del self._marks  # the map cannot be closed under it
         self._map.close()
         os.close(self._fd)
 
     def _claim(self, path: Path) -> int:
         for slot in range(SLOTS):
             try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, _SLOT.size, slot * _SLOT.size)
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, _SLOT_BYTES, slot * _SLOT_BYTES)
             except OSError:
                 continue  # somebody else's
             return slot
