@@ -3,7 +3,10 @@
 import asyncio
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import openai
 import uvicorn
 
 from tests.unit.gateway_doubles import Gateway, says
@@ -22,6 +25,13 @@ class Served:
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._run, name="gateway")
         self._thread.start()
+
+    @contextmanager
+    def client(self) -> Iterator[openai.OpenAI]:
+        """OpenAI's own client, of a mesh that answers "Hello, world" unless told otherwise."""
+        self.gateway.mesh.script = says("Hello, world", cached=16)
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0) as client:
+            yield client
 
     def _run(self) -> None:
         asyncio.run(self._server.serve(sockets=[self._listener]))

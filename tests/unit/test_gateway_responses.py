@@ -47,8 +47,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture
 def client(served: Served) -> Iterator[openai.OpenAI]:
-    served.gateway.mesh.script = says("Hello, world", cached=16)
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0) as client:
+    with served.client() as client:
         yield client
 
 
