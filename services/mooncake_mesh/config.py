@@ -240,11 +240,9 @@ class PrefillConfig:
     dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
     device: Annotated[str, "torch device"] = "cpu"
     threads: Annotated[
-        int, "threads for the model's maths, 0 for as many as cores; the most of them with a core_board"
+        int, "threads for the model's maths, the most of them with a core_board; 0: one for each core"
     ] = 1
-    core_board: Annotated[
-        Path | None, "file that busy instances of this machine share its cores by; without it each has all its threads"
-    ] = None
+    core_board: Annotated[Path | None, "file by which busy instances of this machine share its cores"] = None
     block_tokens: Annotated[int, "tokens of a KVCache block; equal in the whole mesh"] = 16
     chunk_tokens: Annotated[int, "prompt tokens of one forward, whole blocks; 0 takes a prompt in one go"] = 512
     max_queued_jobs: Annotated[int, "jobs that may wait; more are refused"] = 256
@@ -290,11 +288,9 @@ class DecodeConfig:
     dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
     device: Annotated[str, "torch device"] = "cpu"
     threads: Annotated[
-        int, "threads for the model's maths, 0 for as many as cores; the most of them with a core_board"
+        int, "threads for the model's maths, the most of them with a core_board; 0: one for each core"
     ] = 1
-    core_board: Annotated[
-        Path | None, "file that busy instances of this machine share its cores by; without it each has all its threads"
-    ] = None
+    core_board: Annotated[Path | None, "file by which busy instances of this machine share its cores"] = None
     block_tokens: Annotated[int, "tokens of a KVCache block; equal in the whole mesh"] = 16
     max_batch: Annotated[int, "sequences in one decode step"] = 64
     max_waiting_jobs: Annotated[int, "jobs that may wait for KV or for a place; more are refused"] = 256
