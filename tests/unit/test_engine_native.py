@@ -101,7 +101,7 @@ def test_tokens_of_several_sequences_attend_and_are_written(
     q, k, v = qkv.split([kv_heads * groups, kv_heads, kv_heads], dim=1)
     places = Places(contexts, [n - 1 for n in lengths])
     call = LayerCall(layer=1, q=q, k=k, v=v, scaling=None, window=window, other={})
-    attended = kernels.token_attention(call, 1, places)
+    attended = kernels.token_attention(call, places)
     for i, n in enumerate(lengths):
         expected = untouched[i]
         expected[1, :, :, n - 1] = torch.stack((k[i, :, 0], v[i, :, 0]))
@@ -118,7 +118,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish(kernels: Kernels) -> None:
     call = LayerCall(layer=0, q=q, k=k, v=v, scaling=None, window=None, other={})
     context = torch.stack((k[0], v[0]))[None]
     last = LayerCall(layer=0, q=q[:, :, 69:], k=k[:, :, 69:], v=v[:, :, 69:], scaling=None, window=None, other={})
-    close(kernels.token_attention(last, 0, Places([context], [69])), exact_attention(last, k, v))
+    close(kernels.token_attention(last, Places([context], [69])), exact_attention(last, k, v))
     if kernels.attend_chunks:
         close(kernels.chunk_attention(call, k, v), exact_attention(call, k, v))
 
@@ -150,7 +150,7 @@ def test_results_do_not_depend_on_the_number_of_threads(kernels: Kernels) -> Non
             last = LayerCall(
                 layer=0, q=q[:, :, 149:], k=k[:, :, 399:], v=v[:, :, 399:], scaling=None, window=None, other={}
             )
-            results.append(kernels.token_attention(last, 0, Places([context], [399])))
+            results.append(kernels.token_attention(last, Places([context], [399])))
             if kernels.attend_chunks:
                 results.append(kernels.chunk_attention(call, k, v))
     finally:

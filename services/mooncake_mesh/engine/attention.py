@@ -172,7 +172,7 @@ class KernelDecodePass:
         self._blocks, self._offsets = _token_places(arena, spans)
 
     def attend(self, call: LayerCall) -> torch.Tensor:
-        return self._kernels.token_attention(call, call.layer, self._places)
+        return self._kernels.token_attention(call, self._places)
 
     def store(self) -> None:
         """Write the K and V of all layers to the arena."""

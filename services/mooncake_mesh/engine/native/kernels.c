@@ -232,8 +232,8 @@ INLINE void attend(const bf16 *queries, const bf16 *k, const bf16 *v, bf16 *out,
  * context up to there.
  *
  * q, k, v: (batch, heads or kv_heads, head_dim), rows `*_stride` elements apart. out: (batch, heads, head_dim).
- * contexts: addresses of this layer's K (kv_heads, capacity, head_dim), V right behind it. A token sees `window` positions,
- * its own among them; 0 for all.
+ * contexts: addresses of (layers, K or V, kv_heads, capacity, head_dim). A token sees `window` positions, its own among them;
+ * 0 for all.
  */
 void decode_attention(const bf16 *q, const bf16 *k, const bf16 *v, int64_t q_stride, int64_t k_stride, int64_t v_stride,
                       bf16 *out, const int64_t *contexts, int64_t layer, const int64_t *capacities,

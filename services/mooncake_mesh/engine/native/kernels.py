@@ -102,9 +102,9 @@ class Kernels:
         )
         return rows
 
-    def token_attention(self, call: LayerCall, layer: int, places: Places) -> torch.Tensor:
-        """Write K and V of one new token of each sequence to its place, *layer* of its context, and attend over all up
-        to there: (batch, 1, heads, head_dim)."""
+    def token_attention(self, call: LayerCall, places: Places) -> torch.Tensor:
+        """Write K and V of one new token of each sequence to its place in the call's layer, and attend over all up to
+        there: (batch, 1, heads, head_dim)."""
         batch, heads, _, head_dim = call.q.shape
         kv_heads = call.k.shape[1]
         q, k, v = (_by_head(tensor) for tensor in (call.q, call.k, call.v))
@@ -118,7 +118,7 @@ class Kernels:
             v.stride(0),
             out.data_ptr(),
             places.addresses.data_ptr(),
-            layer,
+            call.layer,
             places.capacities.data_ptr(),
             places.positions.data_ptr(),
             batch,
@@ -209,7 +209,7 @@ def _check(kernels: Kernels) -> None:
     q, context = some(1, 4, 70, 64), some(1, 2, 2, 80, 64)
     k, v = context[0, :, :, :70]
     call = LayerCall(layer=0, q=q[:, :, 69:], k=k[None, :, 69:], v=v[None, :, 69:], scaling=None, window=None, other={})
-    own = kernels.token_attention(call, 0, Places([context], [69]))
+    own = kernels.token_attention(call, Places([context], [69]))
     theirs = functional.scaled_dot_product_attention(q, k[None], v[None], is_causal=True, enable_gqa=True)
     theirs = theirs.transpose(1, 2)
     _same("decode_attention", own, theirs[:, 69:])
