@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mooncake_mesh import telemetry
-from mooncake_mesh.config import ConductorConfig, DecodeConfig, GatewayConfig, MessengerConfig, PrefillConfig
+from mooncake_mesh.config import (
+    ConductorConfig,
+    DecodeConfig,
+    EngineKind,
+    GatewayConfig,
+    MessengerConfig,
+    PrefillConfig,
+)
 from mooncake_mesh.config_checks import exposed
+from mooncake_mesh.engine import heap
 from mooncake_mesh.errors import ConfigError, ModelError, MooncakeError
 
 if TYPE_CHECKING:
@@ -58,6 +66,8 @@ def _run(role: str, config: ServiceConfig, load_service: Callable[[], Service]) 
     try:
         keys = None if config.keys is None else key_folder.load_server(config.keys)
         _warn(config)
+        if isinstance(config, WorkerConfig) and config.engine is EngineKind.TRANSFORMERS:
+            heap.keep_freed_memory()
         service = load_service()
         gc.freeze()  # modules live as long as the process: no collection, and not its end, has to look through them
         return runtime.main(service, keys)
