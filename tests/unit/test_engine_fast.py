@@ -17,8 +17,8 @@ from mooncake_mesh.engine import attention_kernels as kernels  # noqa: E402
 from mooncake_mesh.engine import packing  # noqa: E402
 from mooncake_mesh.engine.attention import SharingPass, attention_pass  # noqa: E402
 from mooncake_mesh.engine.attention_kernels import LayerCall, chunk_attention  # noqa: E402
+from mooncake_mesh.engine.copying import CopyThread  # noqa: E402
 from mooncake_mesh.engine.fused_layer import FusedLayer  # noqa: E402
-from mooncake_mesh.engine.layer_loading import CopyThread  # noqa: E402
 from mooncake_mesh.engine.model import LoadedModel, load_model  # noqa: E402
 from mooncake_mesh.engine.packing import PackedLinear  # noqa: E402
 from mooncake_mesh.engine.stage_model import first_and_last_hidden  # noqa: E402

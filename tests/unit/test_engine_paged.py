@@ -26,8 +26,10 @@ from mooncake_mesh.engine.api import DecodeSlot, PrefillChunk, SampleRequest  # 
 from mooncake_mesh.engine.attention import IMPLEMENTATION  # noqa: E402
 from mooncake_mesh.engine.model import LoadedModel, probe_attention  # noqa: E402
 from mooncake_mesh.engine.runner import DEFAULT_LAYERWISE, TransformersEngine  # noqa: E402
+from mooncake_mesh.kv.block_hash import chain, token_bytes  # noqa: E402
 from mooncake_mesh.kv.layers import LayerRange  # noqa: E402
 from mooncake_mesh.kv.layout import KvDtype, layout_from_config  # noqa: E402
+from mooncake_proto.ids import BlockKey  # noqa: E402
 from mooncake_proto.serving import Sampling  # noqa: E402
 
 GREEDY = Sampling(temperature=0.0)
@@ -254,6 +256,49 @@ def test_every_corrupted_slice_changes_the_output(model: Any) -> None:
         assert drawn.logprob is not None
         logprobs.add(drawn.logprob.logprob)
     assert len(logprobs) == 1 + layout.layers
+
+
+def block_keys(tokens: Sequence[int]) -> list[BlockKey]:
+    return chain(BlockKey(b"r" * 16), token_bytes(tokens), BLOCK_TOKENS)
+
+
+def test_a_turn_behind_a_retired_sequence_reads_no_pages(model: Any) -> None:
+    engine, arena = bound_engine(model)
+    first = prefill(engine, PROMPT[:30], SCATTERED, name="turn 1")
+    said = decode(engine, SCATTERED, name="turn 1", prompt_tokens=30, first=first, n=5)
+    history = [*PROMPT[:30], *said]
+    keys = block_keys(history[:34])  # the last token drawn was never fed
+    engine.retire("turn 1", keys)
+    arena[:] = 0xFF  # NaN
+    turn = [*history, *PROMPT[30:]]
+    start = len(keys) * BLOCK_TOKENS
+    chunk = PrefillChunk(
+        sequence="turn 2",
+        tokens=np.array(turn[start:], np.int32),
+        start=start,
+        blocks=SCATTERED,
+        sample=sample(0),
+        keys=keys,
+    )
+    drawn = engine.prefill(chunk, lambda layer: None)
+    assert drawn is not None
+    again, _ = bound_engine(model)
+    assert drawn.token == prefill(again, turn, SCATTERED, name="whole")
+
+
+@pytest.mark.parametrize("overlap", Overlap)
+def test_a_preloaded_sequence_reads_no_pages_in_its_steps(model: Any, overlap: Overlap) -> None:
+    source, source_arena = bound_engine(model)
+    first = prefill(source, PROMPT, SCATTERED, name="p")
+    engine, arena = bound_engine(model, layerwise=LayerwiseConfig(overlap=overlap))
+    arena[:] = source_arena
+    other = prefill(engine, PROMPT[::-1], [50, 51, 52, 53, 54, 55, 56, 57], name="other")
+    loading = engine.preload("d", SCATTERED, len(PROMPT), block_keys(PROMPT))
+    beside = decode(engine, [50, 51, 52, 53, 54, 55, 56, 57], name="other", prompt_tokens=45, first=other, n=3)
+    assert beside == reference(model, PROMPT[::-1], 3)
+    assert loading.result(timeout=10) is None
+    arena[:] = 0xFF
+    assert decode(engine, SCATTERED, name="d", prompt_tokens=45, first=first, n=6) == reference(model, PROMPT, 6)
 
 
 def test_blocks_of_a_finished_sequence_can_be_used_by_another(model: Any) -> None:

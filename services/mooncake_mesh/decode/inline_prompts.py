@@ -11,6 +11,7 @@ from mooncake_mesh.decode.prompt_line import InlinePrompt, PromptLine
 from mooncake_mesh.decode.sequences import DecodeSequence
 from mooncake_mesh.engine.api import Drawn, Engine, PrefillChunk, SampleRequest
 from mooncake_mesh.errors import InternalError, MooncakeError
+from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.policy.decode_gate import Batch
 from mooncake_mesh.policy.stopping import banned_tokens
 from mooncake_mesh.worker.station import Station
@@ -105,8 +106,9 @@ class InlinePrompts:
             sequence=sequence.job.job_id,
             tokens=tokens[start:end],
             start=start,
-            blocks=prompt.blocks[: self._layout.blocks_for(end)],
+            blocks=prompt.blocks,
             sample=sample,
+            keys=list(split_keys(sequence.job.keys))[: start // self._layout.block_tokens],
         )
 
     def _share(self, prompt: InlinePrompt) -> MooncakeError | None:

@@ -25,6 +25,7 @@ import structlog
 
 from mooncake_mesh.config import DecodeConfig
 from mooncake_mesh.decode.acquiring import blocks_request
+from mooncake_mesh.decode.contexts import SequenceContexts
 from mooncake_mesh.decode.core import DecodeCore
 from mooncake_mesh.decode.inline_prompts import InlinePrompts, PromptEnd, first_token
 from mooncake_mesh.decode.preemption import SwapBudget
@@ -98,6 +99,7 @@ class DecodeService:
         self._engine: Engine = await self._station.load_engine()
         self._layout = self._engine.spec.layout
         self._prompts = InlinePrompts(self._station, self._engine)
+        self._contexts = SequenceContexts(self._station, self._engine)
         blocks = ArenaBlocks(self._engine)
         self._room = self._make_room(blocks)
         handlers: dict[type, Handler] = {
@@ -191,15 +193,9 @@ class DecodeService:
             self._prompts.add(sequence, acquired.blocks, acquired.cached_blocks)
             self._changed.ring()
             return
-        if acquired.landed is not None:
-            log.info(
-                "kv_landed",
-                job_id=sequence.job.job_id,
-                received_bytes=acquired.landed.received_bytes,
-                first_slice_s=round(acquired.landed.first_slice_s, 4),
-                last_slice_s=round(acquired.landed.last_slice_s, 4),
-                cached_blocks=acquired.cached_blocks,
-            )
+        if (failure := await self._contexts.load(sequence, acquired)) is not None:
+            await self._give_up(sequence, failure)
+            return
         self._core.landed(sequence, acquired.blocks)
         self._open_gates()
         self._changed.ring()
@@ -251,6 +247,7 @@ class DecodeService:
         await self._close(sequence)
 
     async def _close(self, sequence: DecodeSequence) -> None:
+        await self._contexts.retire(sequence)
         await self._station.release(sequence.arena_job)
         self._core.forget(sequence)
         self._slots.forget(sequence.job.job_id)

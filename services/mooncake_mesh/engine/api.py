@@ -4,6 +4,7 @@ All methods but the constructor run on one thread, the worker's engine thread.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from mooncake_mesh.errors import InvalidRequest
 from mooncake_mesh.kv.layers import LayerRange
 from mooncake_mesh.kv.layout import KvLayout
+from mooncake_proto.ids import BlockKey
 from mooncake_proto.serving import Sampling, TokenLogprob
 
 TokenArray = npt.NDArray[np.int32]
@@ -101,6 +103,8 @@ class PrefillChunk:
 
     Positions below ``start`` are already valid there. ``sample`` is set on the last chunk only. ``sequence`` names the
     job and is never used for another one: engines key what they remember of it by this name, since blocks are reused.
+    ``keys`` are those of the whole blocks before ``start``, as far as they are known: an engine that has their K and V
+    on the device already need not read them. ``blocks`` may go on behind this chunk.
 
     A stage that lacks the embedding reads ``hidden_in`` instead of ``tokens``, one that lacks the head writes
     ``hidden_out``: ``hidden_bytes`` for each token, in order, in memory that is the engine's until prefill returns.
@@ -111,6 +115,7 @@ class PrefillChunk:
     start: int
     blocks: Sequence[int]
     sample: SampleRequest | None = None
+    keys: Sequence[BlockKey] = ()
     hidden_in: memoryview | None = None
     hidden_out: memoryview | None = None
 
@@ -177,6 +182,18 @@ class Engine(Protocol):
         and will not change; it may raise to stop the forward (the exception passes through). Returns the drawn token
         when ``chunk.sample`` is set, which takes an engine with the head.
         """
+
+    def preload(self, sequence: str, blocks: Sequence[int], n_tokens: int, keys: Sequence[BlockKey]) -> "Future[None]":
+        """Get ready to decode *sequence*, whose first *n_tokens* positions have valid K and V in *blocks*: what of them
+        is to be copied to the device is copied beside what this thread computes meanwhile.
+
+        The blocks are not read for it any more when the future is done; it may not be cancelled. Its exception is that
+        of a copy which failed. *keys* are as in :class:`PrefillChunk`, of the whole blocks below *n_tokens*.
+        """
+
+    def retire(self, sequence: str, keys: Sequence[BlockKey]) -> None:
+        """*sequence* is over; *keys* are those of its whole blocks, as far as they are known. What the engine has of it
+        on the device may serve another one that begins with them. An unknown one is fine."""
 
     def decode(self, batch: Sequence[DecodeSlot]) -> list[Drawn]:
         """One step for every slot, in order: write the K and V of each slot's token, draw its next token.

@@ -16,7 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from mooncake_mesh.engine.api import Cores
 from mooncake_mesh.engine.attention_kernels import LayerCall, causal_attention, chunk_attention, token_attention
-from mooncake_mesh.engine.kv_storage import ArenaPages, Context, KeptContext, Span
+from mooncake_mesh.engine.contexts import Context, KeptContext
+from mooncake_mesh.engine.kv_storage import ArenaPages, Span
 from mooncake_mesh.engine.native.kernels import Kernels, Places
 from mooncake_mesh.errors import InvariantViolated
 

@@ -11,6 +11,7 @@ Nothing here imports torch.
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,6 +39,7 @@ from mooncake_mesh.engine.fake_recipe import (
     expected_tokens,
 )
 from mooncake_mesh.kv.layers import LayerRange
+from mooncake_proto.ids import BlockKey
 
 __all__ = [
     "BOS",
@@ -136,6 +138,15 @@ class FakeEngine:
             return None
         end = chunk.start + len(seeds)
         return self._draw(chunk.sample, end, self._total(chunk.sequence, chunk.blocks, end))
+
+    def preload(self, sequence: str, blocks: Sequence[int], n_tokens: int, keys: Sequence[BlockKey]) -> "Future[None]":
+        """There is no device to copy to."""
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def retire(self, sequence: str, keys: Sequence[BlockKey]) -> None:
+        self._seen.pop(sequence, None)
 
     def _busy_s(self, n_tokens: int) -> float:
         timing = self._config.timing

@@ -1,25 +1,25 @@
 """Layer-wise prefill: the prefix of later layers is loaded, and the KV of earlier ones stored, while one computes.
 
-One thread beside the engine's copies both ways, in the order it is asked to. What is stored is reported on the engine's
-own thread, at the next layer or at the end of the chunk. With :attr:`Overlap.OFF` the engine's thread makes the same
-copies itself, each when it is needed.
+One thread beside the engine's copies both ways (copying.py). What is stored is reported on the engine's own thread, at
+the next layer or at the end of the chunk. With :attr:`Overlap.OFF` the engine's thread makes the same copies itself,
+each when it is needed.
 
-A chunk's KV on the device is its sequence's context (see kv_storage.py), which stays for the next chunk; or, where the
+A chunk's KV on the device is its sequence's context (see contexts.py), which stays for the next chunk; or, where the
 device may hold a few layers only, a :class:`LayerWindow`: each layer's prefix is loaded into a slot that an earlier
 layer has left, and nothing stays.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from mooncake_mesh.config_layerwise import Overlap
-from mooncake_mesh.engine.kv_storage import ArenaPages, Context, ContextCache, Span, torch_dtype
+from mooncake_mesh.engine.contexts import Context, ContextCache
+from mooncake_mesh.engine.copying import Copy, CopyThread
+from mooncake_mesh.engine.kv_storage import ArenaPages, Span, torch_dtype
 from mooncake_mesh.kv.layers import LayerRange
 
 _AHEAD_LAYERS: Final = 2
@@ -30,75 +30,6 @@ _PENDING_STORES: Final = 2
 
 _SLOT_TOKENS: Final = 1024
 """Slots grow by so many tokens, so that few chunks of a long prompt need larger ones."""
-
-
-class Copy:
-    """One copy, perhaps under way on another thread."""
-
-    def __init__(self, copy: Callable[[], None], thread: ThreadPoolExecutor | None) -> None:
-        self._copy = copy
-        self._future: Future[None] | None = None
-        if thread is None:
-            copy()
-        else:
-            self._future = thread.submit(_inferring, copy)
-
-    @property
-    def is_done(self) -> bool:
-        return self._future is None or self._future.done()
-
-    def finish(self) -> None:
-        """Wait for it. One that nobody has begun is made here: the other thread may not get a core for long."""
-        if self._future is None:
-            return
-        if self._future.cancel():
-            self._copy()
-        else:
-            self._future.result()
-
-    def abandon(self) -> None:
-        """It is over when this returns, made or not. Why it failed is known already, or comes again."""
-        if self._future is not None and not self._future.cancel():
-            self._future.exception()
-
-
-class CopyThread:
-    """Makes copies in order: on a thread of its own, or at once on the caller's."""
-
-    def __init__(self, overlap: Overlap) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copy") if overlap is Overlap.ON else None
-        if self._thread is not None:
-            _keep_alone(self._thread)
-
-    @property
-    def is_beside(self) -> bool:
-        return self._thread is not None
-
-    def run(self, copy: Callable[[], None]) -> Copy:
-        return Copy(copy, self._thread)
-
-
-def _keep_alone(thread: ThreadPoolExecutor) -> None:
-    """Have torch use one core on *thread*, and as many as before on the caller's.
-
-    By itself torch has a team of helpers for each thread that computes. OpenMP lets helpers sleep as soon as there are
-    more of them than cores, and waking them takes longer than most operations: with a second team, two cores compute a
-    prompt no sooner than one.
-    """
-    n_threads = torch.get_num_threads()
-    thread.submit(_use_one_core).result()
-    torch.set_num_threads(n_threads)  # torch keeps the last number for threads that have not computed yet
-
-
-def _use_one_core() -> None:
-    torch.get_num_threads()  # or else the first operation sets what was set for others
-    torch.set_num_threads(1)
-
-
-def _inferring(copy: Callable[[], None]) -> None:
-    """Inference mode is a thread's own, and tensors that were made in it may be changed in it only."""
-    with torch.inference_mode():
-        copy()
 
 
 class LayerStores:
@@ -263,14 +194,14 @@ class ChunkContexts:
         cache: ContextCache,
         layers: LayerRange,
         device: torch.device,
+        copies: CopyThread,
         *,
         layer_budget: int,
-        overlap: Overlap,
     ) -> None:
         self._arena = arena
         self._cache = cache
         self._layers = layers
-        self._copies = CopyThread(overlap)
+        self._copies = copies
         self._window = LayerWindow(arena, layers, layer_budget, device) if layer_budget else None
 
     @property

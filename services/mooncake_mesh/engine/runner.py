@@ -3,6 +3,7 @@
 import inspect
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -12,14 +13,18 @@ import torch
 from mooncake_mesh.config_layerwise import LayerwiseConfig
 from mooncake_mesh.engine.api import Cores, DecodeSlot, Drawn, ModelSpec, PrefillChunk, TokenArray, TokenizerFile
 from mooncake_mesh.engine.attention import AttentionPass, PrefillPass, SharingPass, attention_pass, decode_pass
-from mooncake_mesh.engine.kv_storage import ArenaPages, ContextCache, Span, torch_dtype
+from mooncake_mesh.engine.contexts import ContextCache
+from mooncake_mesh.engine.copying import CopyThread
+from mooncake_mesh.engine.kv_storage import ArenaPages, Span, torch_dtype
 from mooncake_mesh.engine.layer_loading import ChunkContexts
 from mooncake_mesh.engine.model import LoadedModel, load_model
 from mooncake_mesh.engine.model_files import fingerprint, resolve_model, weight_files
+from mooncake_mesh.engine.preloading import Preloads
 from mooncake_mesh.engine.sampling import draw
 from mooncake_mesh.errors import InvariantViolated, ModelError
 from mooncake_mesh.kv.layers import StagePart
 from mooncake_mesh.kv.layout import KvDtype
+from mooncake_proto.ids import BlockKey
 
 DEFAULT_CONTEXT_BYTES: Final = 1 << 30
 DEFAULT_LAYERWISE: Final = LayerwiseConfig()
@@ -31,7 +36,7 @@ class TransformersEngine:
     """Engine of :mod:`mooncake_mesh.engine.api` over a loaded model.
 
     ``context_bytes`` bounds the device memory for contiguous K and V of sequences in work (see
-    :mod:`mooncake_mesh.engine.kv_storage`); a sequence beyond it is slower, not wrong. ``layerwise`` says how prefill
+    :mod:`mooncake_mesh.engine.contexts`); a sequence beyond it is slower, not wrong. ``layerwise`` says how prefill
     copies KV between arena and device. With ``cores`` a CPU engine has as many threads, in each layer, as they say.
     """
 
@@ -64,13 +69,10 @@ class TransformersEngine:
         )
         self._arena = ArenaPages(loaded.layout)
         self._contexts = ContextCache(self._arena, self._device, context_bytes, loaded.layers)
+        copies = CopyThread(layerwise.overlap)
+        self._preloads = Preloads(self._arena, self._contexts, loaded.layers, copies)
         self._chunks = ChunkContexts(
-            self._arena,
-            self._contexts,
-            loaded.layers,
-            self._device,
-            layer_budget=layerwise.budget,
-            overlap=layerwise.overlap,
+            self._arena, self._contexts, loaded.layers, self._device, copies, layer_budget=layerwise.budget
         )
         keeps_last = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if keeps_last else {}
@@ -140,7 +142,13 @@ class TransformersEngine:
     def prefill(self, chunk: PrefillChunk, on_layer: Callable[[int], None]) -> Drawn | None:
         with torch.inference_mode():
             inputs, n_tokens = self._inputs(chunk)
-            span = Span(sequence=chunk.sequence, blocks=chunk.blocks, start=chunk.start, end=chunk.start + n_tokens)
+            span = Span(
+                sequence=chunk.sequence,
+                blocks=chunk.blocks,
+                start=chunk.start,
+                end=chunk.start + n_tokens,
+                keys=chunk.keys,
+            )
             positions = torch.arange(span.start, span.end)[None]
             draws = chunk.sample is not None and self._layers.has_head
             model, options = (self._model, self._last_only) if draws else (self._model.base_model, {})
@@ -150,6 +158,13 @@ class TransformersEngine:
             if not self._layers.has_head:
                 self._hidden(chunk.hidden_out).copy_(output.last_hidden_state[0])
             return draw(output.logits[:, -1], [chunk.sample])[0] if chunk.sample is not None and draws else None
+
+    def preload(self, sequence: str, blocks: Sequence[int], n_tokens: int, keys: Sequence[BlockKey]) -> "Future[None]":
+        with torch.inference_mode():
+            return self._preloads.begin(Span(sequence=sequence, blocks=blocks, start=n_tokens, end=n_tokens, keys=keys))
+
+    def retire(self, sequence: str, keys: Sequence[BlockKey]) -> None:
+        self._contexts.retire(sequence, keys)
 
     def _inputs(self, chunk: PrefillChunk) -> tuple[dict[str, torch.Tensor], int]:
         """What the model takes, and how many tokens that is."""

@@ -76,6 +76,7 @@ class PromptComputer:
         self._core.move(entry, JobStage.COMPUTING)
         log.debug("prompt_begun", job_id=entry.job.job_id, cached_tokens=entry.cached_tokens)
         tokens = np.frombuffer(entry.job.tokens, dtype="<i4").astype(np.int32, copy=False)
+        keys = list(split_keys(entry.job.keys))
         for chunk in self._core.chunks(entry):
             is_last = chunk.end == entry.prompt_tokens
             yield (
@@ -84,8 +85,9 @@ class PromptComputer:
                     sequence=entry.job.job_id,
                     tokens=tokens[chunk.start : chunk.end],
                     start=chunk.start,
-                    blocks=entry.blocks[: self._layout.blocks_for(chunk.end)],
+                    blocks=entry.blocks,
                     sample=self._sample(entry, tokens) if is_last else None,
+                    keys=keys[: chunk.start // self._layout.block_tokens],
                 ),
             )
 
@@ -122,6 +124,8 @@ class PromptComputer:
             failed=failed,
         )
         forwarded = await self._station.on_engine_thread(forward, self._engine, work, news)
+        if work.sample is not None:
+            self._retire(entry)
         log.debug(
             "chunk_computed",
             job_id=entry.job.job_id,
@@ -132,6 +136,11 @@ class PromptComputer:
             cpu_s=forwarded.cpu_s,
         )
         return Passed(drawn=forwarded.drawn, slowest_s=forwarded.compute_s)
+
+    def _retire(self, entry: QueuedJob) -> None:
+        """The prompt is computed here; nobody waits for the engine to hear of it."""
+        work = self._station.on_engine_thread(self._engine.retire, entry.job.job_id, list(split_keys(entry.job.keys)))
+        work.add_done_callback(lambda done: done.result())
 
     def _passed(self, entry: QueuedJob, chunk: Chunk, future: "asyncio.Future[Passed]") -> Drawn | None:
         """A chunk is computed in all layers: share its whole blocks. Raises why it was not."""

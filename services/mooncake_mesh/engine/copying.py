@@ -1,0 +1,93 @@
+"""Copies beside the engine: one thread makes them, in the order it is asked to."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from mooncake_mesh.config_layerwise import Overlap
+
+
+class Copy:
+    """One copy, perhaps under way on another thread."""
+
+    def __init__(self, copy: Callable[[], None], thread: ThreadPoolExecutor | None) -> None:
+        self._copy = copy
+        self._future: Future[None] | None = None
+        if thread is None:
+            copy()
+        else:
+            self._future = thread.submit(_inferring, copy)
+
+    @property
+    def is_done(self) -> bool:
+        return self._future is None or self._future.done()
+
+    def tell(self, done: Future[None]) -> None:
+        """Give *done* its result, or why it failed, when it is over: at once for one that was made on the caller's."""
+        done.set_running_or_notify_cancel()  # who waits for it may not cancel it
+        if self._future is None:
+            done.set_result(None)
+        else:
+            self._future.add_done_callback(lambda future: _tell(future, done))
+
+    def finish(self) -> None:
+        """Wait for it. One that nobody has begun is made here: the other thread may not get a core for long."""
+        if self._future is None:
+            return
+        if self._future.cancel():
+            self._copy()
+        else:
+            self._future.result()
+
+    def abandon(self) -> None:
+        """It is over when this returns, made or not. Why it failed is known already, or comes again."""
+        if self._future is not None and not self._future.cancel():
+            self._future.exception()
+
+
+def _tell(future: Future[None], done: Future[None]) -> None:
+    error = None if future.cancelled() else future.exception()
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
+
+
+class CopyThread:
+    """Makes copies in order: on a thread of its own, or at once on the caller's."""
+
+    def __init__(self, overlap: Overlap) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copy") if overlap is Overlap.ON else None
+        if self._thread is not None:
+            _keep_alone(self._thread)
+
+    @property
+    def is_beside(self) -> bool:
+        return self._thread is not None
+
+    def run(self, copy: Callable[[], None]) -> Copy:
+        return Copy(copy, self._thread)
+
+
+def _keep_alone(thread: ThreadPoolExecutor) -> None:
+    """Have torch use one core on *thread*, and as many as before on the caller's.
+
+    By itself torch has a team of helpers for each thread that computes. OpenMP lets helpers sleep as soon as there are
+    more of them than cores, and waking them takes longer than most operations: with a second team, two cores compute a
+    prompt no sooner than one.
+    """
+    n_threads = torch.get_num_threads()
+    thread.submit(_use_one_core).result()
+    torch.set_num_threads(n_threads)  # torch keeps the last number for threads that have not computed yet
+
+
+def _use_one_core() -> None:
+    torch.get_num_threads()  # or else the first operation sets what was set for others
+    torch.set_num_threads(1)
+
+
+def _inferring(copy: Callable[[], None]) -> None:
+    """Inference mode is a thread's own, and tensors that were made in it may be changed in it only."""
+    with torch.inference_mode():
+        copy()
