@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
-from mooncake_mesh import config_fake, config_kinds
+from mooncake_mesh import config_fake, config_kinds, config_up
 from mooncake_mesh.config_checks import (
     above_zero,
     at_least,
@@ -32,7 +32,7 @@ from mooncake_mesh.config_checks import (
 from mooncake_mesh.config_commands import ASKING, AskingConfig
 from mooncake_mesh.config_etcd import EtcdConfig
 from mooncake_mesh.config_layerwise import LayerwiseConfig
-from mooncake_mesh.config_pipeline import PipelineConfig, layer_counts
+from mooncake_mesh.config_pipeline import PipelineConfig
 from mooncake_mesh.config_rdma import RdmaConfig
 from mooncake_mesh.config_run_dir import default_run_dir
 from mooncake_mesh.config_scheduling import AdmissionKind, HybridDecodeKind, LoadMeasure, PlacementKind, QueueOrderKind
@@ -50,6 +50,7 @@ LogFormat = config_kinds.LogFormat
 LogLevel = config_kinds.LogLevel
 PagesKind = config_kinds.PagesKind
 TransportKind = config_kinds.TransportKind
+UpConfig = config_up.UpConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,54 +313,6 @@ class DecodeConfig:
         at_least(self, 0.0, "drain_s")
         at_least(self, 1, "block_tokens", "max_batch", "max_waiting_jobs")
         at_least(self, 0, "threads")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpConfig:
-    """``mooncake up``: a whole mesh on this machine, prefill instances on node0 and decode instances on node1."""
-
-    host: Annotated[str, "address of the HTTP server"] = "127.0.0.1"
-    port: Annotated[int, "port of the HTTP server; 0 takes a free one"] = 8000
-    engine: Annotated[EngineKind, "transformers, or fake for tests and load"] = EngineKind.TRANSFORMERS
-    model: Annotated[str, "a known name, a local folder or a hub id"] = "smollm2-135m"
-    dtype: Annotated[KvDtype, "element type of weights and KVCache"] = KvDtype.BFLOAT16
-    threads: Annotated[int, "most threads for the maths of each instance, 0 for as many as cores; busy ones share"] = 0
-    block_tokens: Annotated[int, "tokens of a KVCache block"] = 16
-    chunk_tokens: Annotated[int, "prompt tokens of one forward, whole blocks; 0 takes a prompt in one go"] = 512
-    prefill: Annotated[int, "prefill instances"] = 1
-    prefill_stages: Annotated[int, "processes of each prefill instance, with some of the layers each"] = 1
-    prefill_split: Annotated[str, "layers of each stage, such as 16,14; evenly otherwise"] = ""
-    decode: Annotated[int, "decode instances"] = 1
-    conductors: Annotated[int, "conductors, of which one leads; more than one need etcd"] = 1
-    etcd: EtcdConfig = field(default_factory=EtcdConfig)
-    arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
-    pages: Annotated[PagesKind, "pages of that memory: hugetlb, transparent, small or auto"] = PagesKind.AUTO
-    ssd_dir: Annotated[Path | None, "folder with one folder of each node for blocks that leave the arena"] = None
-    ssd_bytes: Annotated[int, "space for blocks in ssd_dir, for each of the two nodes"] = 8 * GiB
-    transport: Annotated[TransportKind, "how KV moves between the nodes: auto, shm, tcp or rdma"] = TransportKind.AUTO
-    run_dir: Annotated[Path | None, "folder for sockets; a fresh one otherwise, removed at the end"] = None
-    log_dir: Annotated[Path | None, "folder for one log file of each process; all go to stderr otherwise"] = None
-    fake: FakeConfig = field(default_factory=FakeConfig)
-    share_cache_across_tenants: Annotated[bool, "let tenants find each other's KV; they can tell by the time"] = False
-    keys: Annotated[
-        Path | None, "folder with keys and API keys (mooncake keys): the gateway then asks for API keys"
-    ] = None
-    allow_insecure_bind: Annotated[bool, "bind addresses that other machines reach, without keys"] = False
-    log_level: Annotated[LogLevel, "least severe event to log"] = LogLevel.INFO
-    log_format: Annotated[LogFormat, "console (for people) or json (one object a line)"] = LogFormat.CONSOLE
-
-    def __post_init__(self) -> None:
-        words(self, "model")
-        listening(self, host="host", port="port")
-        at_least(self, 1, "block_tokens", "prefill", "prefill_stages", "decode", "conductors")
-        at_least(self, 0, "threads")
-        if self.conductors > 1 and not self.etcd.urls:
-            raise ValueError("conductors: more than one need etcd, to agree who leads: give etcd.endpoints")
-        at_least(self, 1 * MiB, "arena_bytes", "ssd_bytes")
-        whole_blocks(self.chunk_tokens, self.block_tokens)
-        in_chunks(self.chunk_tokens, self.prefill_stages)
-        if self.prefill_split and len(layer_counts("prefill_split", self.prefill_split)) != self.prefill_stages:
-            raise ValueError(f"prefill_split: must count the layers of {self.prefill_stages} stages")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
