@@ -43,6 +43,7 @@ from mooncake_mesh.kv.layout import KvDtype
 MiB: Final = 1 << 20
 GiB: Final = 1 << 30
 ChecksumKind = config_kinds.ChecksumKind
+CommitKind = config_kinds.CommitKind
 EngineKind = config_kinds.EngineKind
 FakeConfig = config_fake.FakeConfig
 FakeOutput = config_kinds.FakeOutput
@@ -186,6 +187,9 @@ class MessengerConfig:
     pages: Annotated[PagesKind, "its pages: hugetlb, transparent, small, or auto: the first of them that there is"] = (
         PagesKind.AUTO
     )
+    commit: Annotated[
+        CommitKind, "when it is taken from the system: start (in the background), or page by page: use"
+    ] = CommitKind.START
     eviction: Annotated[EvictionKind, "which unused block goes first when room is needed"] = EvictionKind.LRU
     ssd_dir: Annotated[Path | None, "folder that keeps blocks for which the arena has no room; none: they go"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, taken at once"] = 8 * GiB

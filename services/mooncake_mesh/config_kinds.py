@@ -50,6 +50,16 @@ class PagesKind(enum.Enum):
     SMALL = "small"
 
 
+class CommitKind(enum.Enum):
+    """When an arena's memory is taken from the system: all of it at start, in the background, or each page when used.
+
+    Who waits for it at use are the prompts that first come to a page, in each process that does.
+    """
+
+    START = "start"
+    USE = "use"
+
+
 class ChecksumKind(enum.Enum):
     XXH3 = "xxh3"
     NONE = "none"

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 from mooncake_mesh.config_checks import at_least, in_chunks, listening, whole_blocks, words
 from mooncake_mesh.config_etcd import EtcdConfig
 from mooncake_mesh.config_fake import FakeConfig
-from mooncake_mesh.config_kinds import EngineKind, LogFormat, LogLevel, PagesKind, TransportKind
+from mooncake_mesh.config_kinds import CommitKind, EngineKind, LogFormat, LogLevel, PagesKind, TransportKind
 from mooncake_mesh.config_pipeline import layer_counts
 from mooncake_mesh.kv.layout import KvDtype
 
@@ -35,6 +35,7 @@ class UpConfig:
     etcd: EtcdConfig = field(default_factory=EtcdConfig)
     arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
     pages: Annotated[PagesKind, "pages of that memory: hugetlb, transparent, small or auto"] = PagesKind.AUTO
+    commit: Annotated[CommitKind, "when it is taken from the system: start or use"] = CommitKind.START
     ssd_dir: Annotated[Path | None, "folder with one folder of each node for blocks that leave the arena"] = None
     ssd_bytes: Annotated[int, "space for blocks in ssd_dir, for each of the two nodes"] = 8 * GiB
     transport: Annotated[TransportKind, "how KV moves between the nodes: auto, shm, tcp or rdma"] = TransportKind.AUTO

@@ -11,6 +11,7 @@ from mooncake_mesh.cli.settings import add_flags
 from mooncake_mesh.cli.topology import MeshPlan, plan_mesh
 from mooncake_mesh.config import (
     SECTIONS,
+    CommitKind,
     ConductorConfig,
     DecodeConfig,
     EngineKind,
@@ -51,6 +52,7 @@ def test_whole_mesh() -> None:
             block_tokens=32,
             threads=3,
             arena_bytes=64 << 20,
+            commit=CommitKind.USE,
             transport=TransportKind.TCP,
             fake=FakeConfig(layers=7),
             log_format=LogFormat.JSON,
@@ -69,7 +71,7 @@ def test_whole_mesh() -> None:
     }
     common = {"log_format": LogFormat.JSON}
     member = {**common, "conductor": ipc("conductor")}
-    pool = {"run_dir": RUN_DIR, "arena_bytes": 64 << 20, "transport": TransportKind.TCP}
+    pool = {"run_dir": RUN_DIR, "arena_bytes": 64 << 20, "commit": CommitKind.USE, "transport": TransportKind.TCP}
     assert _loaded(plan) == {
         "conductor": ConductorConfig(bind=ipc("conductor"), publish=ipc("cluster"), **common),  # type: ignore[arg-type]
         "gateway0": GatewayConfig(

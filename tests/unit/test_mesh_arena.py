@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mooncake_mesh.config import CommitKind, PagesKind
 from mooncake_mesh.errors import MeshError, PeerUnreachable
 from mooncake_mesh.mesh import arena as arenas
 from mooncake_mesh.mesh.arena import ArenaServer, Holder, borrow_to_read, borrow_to_write
@@ -44,9 +45,9 @@ def inode_of(path: Path) -> int | None:
 
 
 @asynccontextmanager
-async def served(path: Path, gone: list[Holder]) -> AsyncIterator[Arena]:
+async def served(path: Path, gone: list[Holder], commit: CommitKind = CommitKind.USE) -> AsyncIterator[Arena]:
     """An arena whose server is ready."""
-    arena = Arena.create(SIZE_BYTES)
+    arena = Arena.create(SIZE_BYTES, PagesKind.SMALL, commit)
     server = ArenaServer(path, arena, OWNER, on_gone=gone.append)
     old = inode_of(path)
     async with asyncio.TaskGroup() as tasks:
@@ -85,6 +86,21 @@ def test_one_memory_for_all_who_hold_it(run: Run[None], path: Path) -> None:
             reader.close()
             await until(lambda: gone == [ME, ME])
         assert inode_of(path) is None
+
+    run(scenario())
+
+
+@on_both_loops
+@pytest.mark.parametrize("commit", CommitKind)
+def test_who_borrows_makes_memory_ready_where_the_owner_does(run: Run[None], path: Path, commit: CommitKind) -> None:
+    async def scenario() -> None:
+        async with served(path, [], commit) as arena:
+            for borrow in (borrow_to_write, borrow_to_read):
+                borrowed = await borrow(str(path), ME)
+                assert borrowed.arena.commit is commit
+                borrowed.close()
+            if commit is CommitKind.USE:
+                assert os.fstat(arena.fd).st_blocks == 0, "nobody has used it"
 
     run(scenario())
 

@@ -74,6 +74,7 @@ def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
                 run_dir=run_dir,
                 arena_bytes=config.arena_bytes,
                 pages=config.pages,
+                commit=config.commit,
                 transport=config.transport,
                 **_ssd(config, node["node_id"]),
                 **node,

@@ -20,7 +20,7 @@ from typing import Final
 
 import structlog
 
-from mooncake_mesh.config import PagesKind
+from mooncake_mesh.config import CommitKind, PagesKind
 from mooncake_mesh.errors import MeshError, PeerUnreachable
 from mooncake_mesh.mesh.arena_memory import Arena
 from mooncake_proto.ids import Incarnation, InstanceId
@@ -28,7 +28,7 @@ from mooncake_proto.ids import Incarnation, InstanceId
 log = structlog.get_logger(__name__)
 
 _HELLO: Final = struct.Struct("<64s16s")
-_WELCOME: Final = struct.Struct("<16sQ12s")
+_WELCOME: Final = struct.Struct("<16sQ12s8s")
 _CONNECT_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 1024
 MAX_SOCKET_PATH_BYTES: Final = 107
@@ -92,12 +92,15 @@ class ArenaServer:
             if len(hello) != _HELLO.size:
                 log.warning("arena_refused", reason="bad hello")
                 return None
-            welcome = _WELCOME.pack(self._owner.encode(), self._arena.size_bytes, self._arena.pages.value.encode())
-            socket.send_fds(connection, [welcome], [self._arena.fd])
+            socket.send_fds(connection, [_welcome(self._arena, self._owner)], [self._arena.fd])
         except (OSError, TimeoutError) as error:
             log.info("arena_refused", reason=str(error) or "no hello")
             return None
         return _holder(hello)
+
+
+def _welcome(arena: Arena, owner: Incarnation) -> bytes:
+    return _WELCOME.pack(owner.encode(), arena.size_bytes, arena.pages.value.encode(), arena.commit.value.encode())
 
 
 async def _until_closed(connection: socket.socket) -> None:
@@ -179,8 +182,14 @@ async def _borrow(path: str, me: Holder, protection: int) -> BorrowedArena:
     except BaseException:
         connection.close()
         raise
-    owner, size_bytes, pages = _WELCOME.unpack(data)
-    arena = Arena(fd, size_bytes, pages=PagesKind(pages.rstrip(b"\0").decode()), protection=protection)
+    owner, size_bytes, pages, commit = _WELCOME.unpack(data)
+    arena = Arena(
+        fd,
+        size_bytes,
+        pages=PagesKind(pages.rstrip(b"\0").decode()),
+        commit=CommitKind(commit.rstrip(b"\0").decode()),
+        protection=protection,
+    )
     return BorrowedArena(arena, connection, Incarnation(owner.decode()))
 
 

@@ -12,8 +12,9 @@ from typing import Final
 
 import structlog
 
-from mooncake_mesh.config import PagesKind
+from mooncake_mesh.config import CommitKind, PagesKind
 from mooncake_mesh.errors import MeshError
+from mooncake_mesh.mesh.arena_populate import Advice, Populating
 
 log = structlog.get_logger(__name__)
 
@@ -27,7 +28,7 @@ class Arena:
     """Mapped block memory, ``size_bytes`` of it.
 
     ``view`` is writable where the mapping is; close() fails while somebody holds slices of it. ``pages`` says what the
-    memory was made of, never ``auto``.
+    memory was made of, never ``auto``, and ``commit`` whether it was made ready at start.
     """
 
     def __init__(
@@ -37,41 +38,56 @@ class Arena:
         *,
         protection: int = mmap.PROT_READ | mmap.PROT_WRITE,
         pages: PagesKind = PagesKind.TRANSPARENT,
+        commit: CommitKind = CommitKind.USE,
+        advice: Advice = Advice.MAP,
     ) -> None:
-        """*pages* other than ``transparent`` are not asked for again. The file may be larger, by part of a page."""
+        """*pages* other than ``transparent`` are not asked for again. The file may be larger, by part of a page.
+
+        *commit* at ``start`` begins to make the memory ready as *advice* says, and does not wait for it.
+        """
         self.fd = fd
         self.size_bytes = size_bytes
         self.pages = pages
+        self.commit = commit
         self._map = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED, prot=protection)
         if pages is PagesKind.TRANSPARENT:
             _ask_for_transparent(self._map)
         self.view = memoryview(self._map)[:size_bytes]
+        self._populating = Populating(self.view, advice) if commit is CommitKind.START else None
 
     @classmethod
-    def create(cls, size_bytes: int, pages: PagesKind = PagesKind.AUTO) -> "Arena":
-        """A new zeroed arena. Memory is committed on first touch, on reserved pages at once.
+    def create(cls, size_bytes: int, pages: PagesKind = PagesKind.AUTO, commit: CommitKind = CommitKind.USE) -> "Arena":
+        """A new zeroed arena. Reserved pages are taken at once, others when *commit* says.
 
         Raises MeshError when there are no such *pages*; ``auto`` takes what there is.
         """
-        has_reserved = free_huge_pages() >= huge_pages_of(size_bytes)
-        if pages is PagesKind.HUGETLB or (pages is PagesKind.AUTO and has_reserved):
-            try:
-                return cls(_huge_file(size_bytes), size_bytes, pages=PagesKind.HUGETLB)
-            except OSError as error:
-                if pages is PagesKind.HUGETLB:
-                    raise MeshError(_no_huge_pages(size_bytes, error)) from error
-                log.warning("reserved_pages_unavailable", error=str(error))
-        if pages is PagesKind.TRANSPARENT and not is_thp_willing():
-            raise MeshError(f"the kernel has no 2 MiB pages for shared memory: echo advise > {THP_POLICY} (as root)")
-        is_small = pages is PagesKind.SMALL or not is_thp_willing()
-        fd = os.memfd_create("mooncake-arena", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size_bytes)
-        return cls(fd, size_bytes, pages=PagesKind.SMALL if is_small else PagesKind.TRANSPARENT)
+        fd, found = _new_file(size_bytes, pages)
+        return cls(fd, size_bytes, pages=found, commit=commit, advice=Advice.COMMIT)
 
     def close(self) -> None:
+        if self._populating is not None:
+            self._populating.stop()
         self.view.release()
         self._map.close()
         os.close(self.fd)
+
+
+def _new_file(size_bytes: int, pages: PagesKind) -> tuple[int, PagesKind]:
+    """A memory file of *pages*, and which they are. Raises MeshError."""
+    has_reserved = free_huge_pages() >= huge_pages_of(size_bytes)
+    if pages is PagesKind.HUGETLB or (pages is PagesKind.AUTO and has_reserved):
+        try:
+            return _huge_file(size_bytes), PagesKind.HUGETLB
+        except OSError as error:
+            if pages is PagesKind.HUGETLB:
+                raise MeshError(_no_huge_pages(size_bytes, error)) from error
+            log.warning("reserved_pages_unavailable", error=str(error))
+    if pages is PagesKind.TRANSPARENT and not is_thp_willing():
+        raise MeshError(f"the kernel has no 2 MiB pages for shared memory: echo advise > {THP_POLICY} (as root)")
+    is_small = pages is PagesKind.SMALL or not is_thp_willing()
+    fd = os.memfd_create("mooncake-arena", os.MFD_CLOEXEC)
+    os.ftruncate(fd, size_bytes)
+    return fd, PagesKind.SMALL if is_small else PagesKind.TRANSPARENT
 
 
 def is_thp_willing(policy: Path = THP_POLICY) -> bool:

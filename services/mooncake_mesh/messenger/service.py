@@ -99,7 +99,7 @@ class MessengerService:
         self._config = config
         self._tasks = tasks
         self._incarnation = new_incarnation()
-        self._arena = Arena.create(config.arena_bytes, config.pages)
+        self._arena = Arena.create(config.arena_bytes, config.pages, config.commit)
         self._holder = Holder(instance_id=InstanceId(config.instance_id), incarnation=self._incarnation)
         self._crew = Crew(_COPY_THREADS, name="kv-work")
         self._sources = SourceArenas(self._holder)
