@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_mesh.config import PagesKind
+from mooncake_mesh.config import CommitKind, PagesKind
 from mooncake_mesh.errors import MeshError
 from mooncake_mesh.mesh import arena_memory
 from mooncake_mesh.mesh.arena_memory import HUGE_PAGE_BYTES, Arena, free_huge_pages, is_thp_willing
@@ -71,9 +71,10 @@ def test_what_was_asked_for_by_name_is_not_replaced(machine: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(free_huge_pages() < 2, reason="no reserved 2 MiB pages: sysctl vm.nr_hugepages=2")
-def test_reserved_pages_come_from_the_kernel() -> None:
+@pytest.mark.parametrize("commit", CommitKind)
+def test_reserved_pages_come_from_the_kernel(commit: CommitKind) -> None:
     before = free_huge_pages()
-    arena = Arena.create(SIZE_BYTES, PagesKind.HUGETLB)
+    arena = Arena.create(SIZE_BYTES, PagesKind.HUGETLB, commit)
     assert free_huge_pages() == before - 2
     arena.close()
     assert free_huge_pages() == before

@@ -98,7 +98,7 @@ def _pages(facts: Facts, pages: PagesKind, arena_bytes: int) -> Finding:
             return _found("2 MiB pages", is_willing, Verdict.PROBLEM, transparent, allow)
         case _:
             text = reserved if free >= wanted or not is_willing else transparent
-            lack = "" if free >= wanted or is_willing else f"; {transparent}; first touch and copies are slower"
+            lack = "" if free >= wanted or is_willing else f"; {transparent}; starting and copies are slower"
             return _found(
                 "2 MiB pages", free >= wanted or is_willing, Verdict.HINT, text + lack, f"{reserve}, or {allow}"
             )

@@ -1,8 +1,8 @@
 """The memory file of an arena: what pages it is made of, and mapping it.
 
 The kernel copies from and to 2 MiB pages faster than 4 KiB ones, and a mapping of them has 512 times fewer entries to
-be filled at first touch. There are two ways to them. Reserved ones (hugetlb) are set aside by the administrator, and
-are there or not. Transparent ones the kernel finds when it can, for shared memory only where its policy says so.
+be filled. There are two ways to them. Reserved ones (hugetlb) are set aside by the administrator, and are there or not.
+Transparent ones the kernel finds when it can, for shared memory only where its policy says so.
 """
 
 import mmap
