@@ -61,11 +61,12 @@ def populate(view: memoryview, advice: Advice, stopping: threading.Event) -> int
     What the kernel cannot do it does at first use, as if nobody had asked; that is no error but logged.
     """
     memory = np.frombuffer(view, np.uint8)
+    address = memory.ctypes.data
     for start in range(0, len(memory), PIECE_BYTES):
         if stopping.is_set():
             return start
         try:
-            madvise(memory.ctypes.data + start, min(PIECE_BYTES, len(memory) - start), advice)
+            madvise(address + start, min(PIECE_BYTES, len(memory) - start), advice)
         except OSError as error:
             _report(error, start, len(memory))
             return start
