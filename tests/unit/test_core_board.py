@@ -131,6 +131,26 @@ def test_everybody_gets_as_much(path: Path, computing: int, threads: int) -> Non
     board.close()
 
 
+def test_cores_are_contended_while_others_compute(path: Path) -> None:
+    clock = Clock()
+    one, other = (CoreBoard(path, 2, n_cores=2, now_ns=clock.now_ns) for _ in range(2))
+    other._slot = one._slot + 1  # locks are a process's
+    assert not one.is_contended
+    one.begin()
+    assert (one.is_contended, other.is_contended) == (False, True)
+    other.begin()
+    assert (one.is_contended, other.is_contended) == (True, True)
+    one.end()
+    assert other.is_contended, "it may be between two steps"
+    one.rest()
+    assert (one.is_contended, other.is_contended) == (True, False)
+    assert other.threads == 2
+    one.begin()
+    assert other.threads == 1
+    one.close()
+    other.close()
+
+
 def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(MeshError, match=r"no board of cores at .*missing/cores: .*No such file"):
         CoreBoard(tmp_path / "missing" / "cores", 2)

@@ -35,7 +35,7 @@ class CoreBoard:
     """This process's slot on the board at *path*, made if need be. Raises MeshError.
 
     It may have *most_threads* threads, 0 for as many as cores. *n_cores* are those that the asking thread may run on
-    then, unless given. To be used on one thread.
+    then, unless given. To be used on one thread at a time.
     """
 
     def __init__(
@@ -66,13 +66,24 @@ class CoreBoard:
         """It has done what it had to, and will go on soon or not at all."""
         self._marks[self._slot] = self._now_ns() + _LINGER_NS
 
+    def rest(self) -> None:
+        """It has done what it had to, and leaves the cores to others until it begins again."""
+        self._marks[self._slot] = 0
+
     @property
     def threads(self) -> int:
         """How many threads this process may compute with now."""
-        now_ns = self._now_ns()
-        others = int(np.count_nonzero(self._marks > now_ns)) - int(self._marks[self._slot] > now_ns)
         n_cores = self._n_cores or len(os.sched_getaffinity(0))
-        return max(1, min(self._most_threads or n_cores, n_cores // (1 + others)))
+        return max(1, min(self._most_threads or n_cores, n_cores // (1 + self._others())))
+
+    @property
+    def is_contended(self) -> bool:
+        """Whether another process computes now."""
+        return self._others() > 0
+
+    def _others(self) -> int:
+        now_ns = self._now_ns()
+        return int(np.count_nonzero(self._marks > now_ns)) - int(self._marks[self._slot] > now_ns)
 
     def close(self) -> None:
         self._marks[self._slot] = 0
