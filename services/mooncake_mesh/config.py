@@ -300,6 +300,7 @@ class DecodeConfig:
     max_batch: Annotated[int, "sequences in one decode step"] = 64
     max_waiting_jobs: Annotated[int, "jobs that may wait for KV or for a place; more are refused"] = 256
     swap: SwapConfig = field(default_factory=SwapConfig)
+    forming_s: Annotated[float, "longest pause for sequences to come, on shared cores; 0: none"] = 0.1
     switchable: Annotated[bool, "take the other role, prefill or decode, when the conductor says so"] = False
     drain_s: Annotated[float, "longest time to finish accepted jobs at an orderly stop"] = 30.0
     fake: FakeConfig = field(default_factory=FakeConfig)
@@ -314,7 +315,7 @@ class DecodeConfig:
         bound(self, "bind")
         conductors(self)
         connected(self, "messenger")
-        at_least(self, 0.0, "drain_s")
+        at_least(self, 0.0, "drain_s", "forming_s")
         at_least(self, 1, "block_tokens", "max_batch", "max_waiting_jobs")
         at_least(self, 0, "threads")
 

@@ -31,6 +31,7 @@ class UpConfig:
     prefill_stages: Annotated[int, "processes of each prefill instance, with some of the layers each"] = 1
     prefill_split: Annotated[str, "layers of each stage, such as 16,14; evenly otherwise"] = ""
     decode: Annotated[int, "decode instances"] = 1
+    forming_s: Annotated[float, "longest pause of decode instances for sequences to come; 0: none"] = 0.1
     conductors: Annotated[int, "conductors, of which one leads; more than one need etcd"] = 1
     etcd: EtcdConfig = field(default_factory=EtcdConfig)
     arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
@@ -54,7 +55,7 @@ class UpConfig:
         words(self, "model")
         listening(self, host="host", port="port")
         at_least(self, 1, "block_tokens", "prefill", "prefill_stages", "decode", "conductors")
-        at_least(self, 0, "threads")
+        at_least(self, 0, "threads", "forming_s")
         if self.conductors > 1 and not self.etcd.urls:
             raise ValueError("conductors: more than one need etcd, to agree who leads: give etcd.endpoints")
         at_least(self, 1 * MiB, "arena_bytes", "ssd_bytes")

@@ -217,6 +217,14 @@ def test_stages_need_chunks() -> None:
         UpConfig(prefill_stages=2, prefill_split="3,3,3")
 
 
+def test_how_long_steps_may_wait_is_told_to_those_who_decode() -> None:
+    for forming_s in (0.0, 0.25):
+        workers = _loaded(plan_mesh(UpConfig(decode=2, forming_s=forming_s), RUN_DIR, 8000)).values()
+        assert [one.forming_s for one in workers if isinstance(one, DecodeConfig)] == [forming_s] * 2
+    with pytest.raises(ValueError, match=r"^forming_s: "):
+        DecodeConfig(forming_s=-0.1)
+
+
 def test_real_engines_share_the_cores_by_a_board_and_fake_ones_need_none() -> None:
     for kind, board in ((EngineKind.TRANSFORMERS, RUN_DIR / "cores"), (EngineKind.FAKE, None)):
         plan = plan_mesh(UpConfig(engine=kind, threads=2), RUN_DIR, 8000)

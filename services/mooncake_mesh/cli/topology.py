@@ -84,6 +84,8 @@ def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
         worker = {"messenger": messenger, **node, **_engine(config, run_dir), **shared}
         if role == "prefill":
             worker["chunk_tokens"] = config.chunk_tokens
+        else:
+            worker["forming_s"] = config.forming_s
         for index in range(count):
             name = f"{role}{index}"
             if role == "prefill" and config.prefill_stages > 1:

@@ -20,6 +20,7 @@ drawn so far.
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import islice
 from math import inf
 from operator import attrgetter
 from typing import Final
@@ -232,6 +233,10 @@ class DecodeCore:
 
     def _of(self, sequences: Sequence[DecodeSequence]) -> Batch:
         return Batch(jobs=len(sequences), tokens=sum(seq.length for seq in sequences), max_jobs=self.max_batch)
+
+    def n_coming(self, most: int) -> int:
+        """Sequences that join the batch when their KV has landed, counted up to *most*."""
+        return sum(1 for _ in islice((seq for seq in self._sequences.values() if seq.is_coming), most))
 
     def longest_wait_s(self, now_s: float) -> float:
         """How long those that join the next batch have waited for it since their first token could be shown."""

@@ -128,6 +128,13 @@ class DecodeSequence:
         return self.stage is SequenceStage.WAITING or (self.stage is SequenceStage.READY and not self.is_granted)
 
     @property
+    def is_coming(self) -> bool:
+        """Whether it waits for nothing but KV that is to land here, and its first token."""
+        is_free = self.is_granted or self.is_shown
+        is_computed_here = self.job.inline_prefill is not None
+        return self.stage is SequenceStage.WAITING and self.stop is None and is_free and not is_computed_here
+
+    @property
     def decoded(self) -> int:
         """Tokens drawn here by steps: the first one came from prefill."""
         return max(0, self.length - self.prompt_tokens - 1)

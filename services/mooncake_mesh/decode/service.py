@@ -12,7 +12,8 @@ DEALER conductor  membership
 
 Each job waits for its KV in a task of its own. One task steps the batch: while the engine thread computes a step, the
 tokens of the step before are sent, blocks are sealed and growth is asked for. Before each step it computes a chunk of a
-prompt that was placed here as a whole, where there is one (see inline_prompts.py).
+prompt that was placed here as a whole, where there is one (see inline_prompts.py). Where it shares its cores with those
+who compute prompts, a step may wait for sequences that are on their way (see forming.py).
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from mooncake_mesh.decode.preemption import SwapBudget
 from mooncake_mesh.decode.room import Room
 from mooncake_mesh.decode.sequences import DecodeSequence, NewToken, QueueFull, SequenceStage
 from mooncake_mesh.decode.slots import DecodeSlots
+from mooncake_mesh.decode.step_clock import StepClock
 from mooncake_mesh.decode.swapping import ArenaBlocks, Swapping
 from mooncake_mesh.engine.api import Drawn, Engine
 from mooncake_mesh.errors import (
@@ -65,7 +67,6 @@ from mooncake_proto.transfer import Acquired, Seal
 log = structlog.get_logger(__name__)
 
 _MIN_TIMEOUT_S: Final = 0.01
-_STEP_MEMORY: Final = 0.9
 
 
 class DecodeService:
@@ -92,7 +93,6 @@ class DecodeService:
         self._changed, self._over = Bell(), Bell()
         self._stepping: frozenset[JobId] = frozenset()
         self._slots = DecodeSlots()
-        self._step_s = 0.0
 
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serve until *lifecycle* says stop; then finish what was accepted."""
@@ -100,6 +100,7 @@ class DecodeService:
         self._layout = self._engine.spec.layout
         self._prompts = InlinePrompts(self._station, self._engine)
         self._contexts = SequenceContexts(self._station, self._engine)
+        self._clock = StepClock(self._core, self._prompts, self._station.cores, self._changed, self._config.forming_s)
         blocks = ArenaBlocks(self._engine)
         self._room = self._make_room(blocks)
         handlers: dict[type, Handler] = {
@@ -130,7 +131,7 @@ class DecodeService:
             queued_tokens=self._core.waiting_tokens,
             running_jobs=self._core.n_jobs - self._core.n_waiting,
             running_tokens=self._core.running_tokens,
-            step_s=self._step_s,
+            step_s=self._clock.step_s,
             draining=self._station.is_draining,
             sequences=self._core.progress(),
             decoded_tokens=self._core.decoded_tokens,
@@ -266,7 +267,7 @@ class DecodeService:
                 news = []
             self._open_gates()
             batch = self._core.plan_step()
-            if not batch:
+            if self._clock.holds(batch):
                 self._settle(news)
                 news = []
                 batch = await self._changed.until(self._next_batch)
@@ -275,17 +276,15 @@ class DecodeService:
             self._stepping = frozenset(sequence.job.job_id for sequence in batch)
             slots = [self._slots.next(sequence) for sequence in batch]
             tokens = sum(sequence.length for sequence in batch)
-            started_s = monotonic()
+            self._clock.begin()
             step = self._station.on_engine_thread(self._engine.decode, slots)
             await asyncio.sleep(0)  # lets the engine thread have the interpreter first; what follows is for others
             self._settle(news)
             news = await self._finish_step(batch, step)
-            elapsed_s = monotonic() - started_s
-            self._core.stepped(len(batch), tokens, elapsed_s)
-            self._step_s = _STEP_MEMORY * self._step_s + (1 - _STEP_MEMORY) * elapsed_s if self._step_s else elapsed_s
+            self._core.stepped(len(batch), tokens, self._clock.end())
 
     def _next_batch(self) -> list[DecodeSequence] | None:
-        """For an idle instance: sequences that are all stalled ask again for room whenever something has changed.
+        """For an instance that pauses: sequences that are all stalled ask for room whenever something has changed.
 
         Nobody in the batch means that a prompt is to be computed.
         """
@@ -293,7 +292,7 @@ class DecodeService:
         batch = self._core.plan_step()
         if not batch:
             self._room.ask()
-        return batch if batch or self._prompts.is_due else None
+        return batch if self._prompts.is_due or not self._clock.holds(batch) else None
 
     async def _compute_chunk(self, news: Sequence[tuple[NewToken, Drawn]]) -> bool:
         """A chunk of a prompt, while what the step before has brought goes out. False if there is no time for one."""

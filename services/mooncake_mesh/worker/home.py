@@ -9,6 +9,7 @@ import asyncio
 import structlog
 
 from mooncake_mesh.engine.api import Engine
+from mooncake_mesh.mesh.core_board import CoreBoard
 from mooncake_mesh.mesh.crew import Crew
 from mooncake_mesh.mesh.rpc import Handler, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
@@ -25,6 +26,7 @@ class WorkerHome:
         self.process = process
         self.thread = Crew(1, name="engine")
         self.engine: Engine | None = None
+        self.cores: CoreBoard | None = None
         self._tasks = tasks
         self._server: RpcServer | None = None
         self._turn = Lifecycle()

@@ -58,7 +58,7 @@ class ArenaUser(Protocol):
 
 class Station:
     """One worker process. ``messenger`` and ``peers`` are for its service to call; all else runs here. ``grammars`` are
-    there once the engine is loaded.
+    there once the engine is loaded, and ``cores`` where it shares the machine's with other processes.
 
     *on_stop(error)* must end every job of the service with that error: the arena is gone, or draining took too long.
     *on_gateway_lost(endpoint)* must stop the jobs whose tokens go there. *has_job* says whether a job is here.
@@ -84,6 +84,7 @@ class Station:
         self.peers = Phonebook(on_lost=on_gateway_lost)
         self.waits = JobWaits()
         self.grammars: Grammars
+        self.cores: CoreBoard | None = None if home is None else home.cores
         self.early_cancels = EarlyCancels()
         self.is_draining = False
         self._is_closed = False
@@ -104,11 +105,11 @@ class Station:
         Raises ModelError, or MeshError for a core board."""
         engine = None if self._home is None else self._home.engine
         if engine is None:
-            path = self._config.core_board
-            cores = None if path is None else CoreBoard(path, self._config.threads)
-            engine = await self.on_engine_thread(make_engine, self._config, part, cores)
+            path = self._config.core_board if self._config.device.startswith("cpu") else None
+            self.cores = None if path is None else CoreBoard(path, self._config.threads)
+            engine = await self.on_engine_thread(make_engine, self._config, part, self.cores)
         if self._home is not None:
-            self._home.engine = engine
+            self._home.engine, self._home.cores = engine, self.cores
         self.grammars = Grammars(engine.vocabulary)
         return engine
 
