@@ -8,8 +8,8 @@ import pytest
 PROBE = """
 import ctypes, resource, sys, threading
 if sys.argv[1] == "kept":
-    from mooncake_mesh.engine.heap import prepare_heap
-    prepare_heap()
+    from mooncake_mesh.engine.heap import keep_freed_memory
+    keep_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 

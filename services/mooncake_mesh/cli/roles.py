@@ -67,7 +67,7 @@ def _run(role: str, config: ServiceConfig, load_service: Callable[[], Service]) 
         keys = None if config.keys is None else key_folder.load_server(config.keys)
         _warn(config)
         if isinstance(config, WorkerConfig) and config.engine is EngineKind.TRANSFORMERS:
-            heap.prepare_heap()
+            heap.keep_freed_memory()
         service = load_service()
         gc.freeze()  # modules live as long as the process: no collection, and not its end, has to look through them
         return runtime.main(service, keys)
