@@ -19,7 +19,8 @@ class LayerwiseConfig:
     overlap: Annotated[Overlap, "on: load later layers' prefix and store earlier ones' KV while one computes; off"] = (
         Overlap.ON
     )
+    least_bytes: Annotated[int, "smallest copy of a layer that is made beside it, on a CPU"] = 1 << 20
     budget: Annotated[int, "layers of a prompt's KV that the device holds at a time; 0 for all"] = 0
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "budget")
+        at_least(self, 0, "least_bytes", "budget")

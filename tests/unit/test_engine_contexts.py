@@ -220,7 +220,7 @@ def held_up() -> threading.Event:
     def wait() -> None:
         go_on.wait(10)
 
-    COPIES[Overlap.ON].run(wait)
+    COPIES[Overlap.ON].run(wait, 0)
     return go_on
 
 

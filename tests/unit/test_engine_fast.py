@@ -1,7 +1,9 @@
 """The shorter ways on the CPU compute what the long ones do: attention, packed weights, fused layers."""
 
 import dataclasses
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -115,13 +117,28 @@ def test_what_copies_has_one_core_and_takes_none_from_what_computes() -> None:
         torch.set_num_threads(3)
         numbers: list[int] = []
         for overlap in (Overlap.ON, Overlap.ON):  # a second engine of this process, too
-            copy = CopyThread(overlap).run(lambda: numbers.append(torch.get_num_threads()))
+            copy = CopyThread(overlap).run(lambda: numbers.append(torch.get_num_threads()), 0)
             while not copy.is_done:  # finish() might make it here
                 time.sleep(0.001)
         with ThreadPoolExecutor(1) as other:
             assert (numbers, torch.get_num_threads(), other.submit(torch.get_num_threads).result()) == ([1, 1], 3, 3)
     finally:
         torch.set_num_threads(before)
+
+
+def test_small_copies_are_not_handed_over() -> None:
+    copies = CopyThread(Overlap.ON, least_bytes=100)
+    threads: dict[int, str] = {}
+
+    def copied_by(n_bytes: int) -> Callable[[], None]:
+        return lambda: threads.update({n_bytes: threading.current_thread().name})
+
+    made = [copies.run(copied_by(n_bytes), n_bytes) for n_bytes in (99, 100, 1)]
+    assert made[0].is_done
+    assert made[2].is_done
+    while not made[1].is_done:
+        time.sleep(0.001)
+    assert [threads[n].startswith("kv-copy") for n in (99, 100, 1)] == [False, True, False]
 
 
 @has_bf16

@@ -217,10 +217,12 @@ def test_a_prefix_is_reused(model: Any) -> None:
 
 
 LAYERWISE = [
-    pytest.param(LayerwiseConfig(overlap=overlap, budget=budget), id=f"{overlap.value}-{budget or 'all'}")
+    pytest.param(
+        LayerwiseConfig(overlap=overlap, least_bytes=0, budget=budget), id=f"{overlap.value}-{budget or 'all'}"
+    )
     for overlap in Overlap
     for budget in (0, 1, 2, 30)
-]
+] + [pytest.param(LayerwiseConfig(budget=budget), id=f"small copies at once-{budget or 'all'}") for budget in (0, 2)]
 
 
 @pytest.mark.parametrize("layerwise", LAYERWISE)
@@ -290,7 +292,7 @@ def test_a_turn_behind_a_retired_sequence_reads_no_pages(model: Any) -> None:
 def test_a_preloaded_sequence_reads_no_pages_in_its_steps(model: Any, overlap: Overlap) -> None:
     source, source_arena = bound_engine(model)
     first = prefill(source, PROMPT, SCATTERED, name="p")
-    engine, arena = bound_engine(model, layerwise=LayerwiseConfig(overlap=overlap))
+    engine, arena = bound_engine(model, layerwise=LayerwiseConfig(overlap=overlap, least_bytes=0))
     arena[:] = source_arena
     other = prefill(engine, PROMPT[::-1], [50, 51, 52, 53, 54, 55, 56, 57], name="other")
     loading = engine.preload("d", SCATTERED, len(PROMPT), block_keys(PROMPT))
@@ -329,7 +331,7 @@ def test_contexts_beyond_the_budget_are_dropped_and_made_anew(model: Any) -> Non
 def test_each_layer_is_in_the_arena_when_it_is_reported(model: Any, overlap: Overlap) -> None:
     whole, whole_arena = bound_engine(model)
     prefill(whole, PROMPT, SCATTERED, name="s")
-    engine, arena = bound_engine(model, layerwise=LayerwiseConfig(overlap=overlap))
+    engine, arena = bound_engine(model, layerwise=LayerwiseConfig(overlap=overlap, least_bytes=0))
     layout = engine.spec.layout
     done = whole_arena.reshape(64, layout.layers, -1).view(np.float32)
     reported: list[int] = []

@@ -55,9 +55,15 @@ def _tell(future: Future[None], done: Future[None]) -> None:
 
 
 class CopyThread:
-    """Makes copies in order: on a thread of its own, or at once on the caller's."""
+    """Makes copies of *least_bytes* and more in order on a thread of its own, others at once on the caller's; without
+    *overlap* all of them.
 
-    def __init__(self, overlap: Overlap) -> None:
+    To hand over a copy takes longer than to make a small one: it wakes a thread, which needs the interpreter and a core
+    that the computation may be using.
+    """
+
+    def __init__(self, overlap: Overlap, least_bytes: int = 0) -> None:
+        self._least_bytes = least_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copy") if overlap is Overlap.ON else None
         if self._thread is not None:
             _keep_alone(self._thread)
@@ -66,8 +72,9 @@ class CopyThread:
     def is_beside(self) -> bool:
         return self._thread is not None
 
-    def run(self, copy: Callable[[], None]) -> Copy:
-        return Copy(copy, self._thread)
+    def run(self, copy: Callable[[], None], n_bytes: int) -> Copy:
+        """*copy* copies *n_bytes*."""
+        return Copy(copy, self._thread if n_bytes >= self._least_bytes else None)
 
 
 def _keep_alone(thread: ThreadPoolExecutor) -> None:

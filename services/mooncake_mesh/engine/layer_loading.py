@@ -46,7 +46,7 @@ class LayerStores:
     def store(self, layer: int, kv: torch.Tensor) -> None:
         """Write *kv* (2, kv_heads, tokens, head_dim), which must not change any more."""
         span = self._span
-        copy = self._copies.run(lambda: self._arena.write_layer(layer, span.blocks, span.start, kv))
+        copy = self._copies.run(lambda: self._arena.write_layer(layer, span.blocks, span.start, kv), kv.nbytes)
         self._pending.append((layer, copy))
         while self._pending and (self._pending[0][1].is_done or len(self._pending) > _PENDING_STORES):
             self._report()
@@ -108,12 +108,14 @@ class PrefixLoads:
 
     def _load_to(self, layer: int) -> None:
         while self._next <= min(layer, self._layers.end - 1):
-            self._loads.append(self._copies.run(self._load(self._next)))
+            self._loads.append(self._load(self._next))
             self._next += 1
 
-    def _load(self, layer: int) -> Callable[[], None]:
+    def _load(self, layer: int) -> Copy:
         span, out = self._span, self._place(layer)
-        return lambda: self._arena.read_positions(layer, span.blocks, self._start, span.start, out)
+        return self._copies.run(
+            lambda: self._arena.read_positions(layer, span.blocks, self._start, span.start, out), out.nbytes
+        )
 
 
 class _Loading:

@@ -31,7 +31,7 @@ class Preloads:
         started: list[Copy] = []
 
         def start(missing: torch.Tensor) -> Copy:
-            started.append(self._copies.run(self._all_layers(span, missing)))
+            started.append(self._copies.run(self._all_layers(span, missing), missing.nbytes))
             return started[0]
 
         self._cache.fill(span, start)

@@ -54,8 +54,8 @@ class TransformersEngine:
         self._model: Any = loaded.model
         self._folder = folder
         self._kernels = loaded.kernels
-        self._cores = cores if loaded.model.device.type == "cpu" else None
         self._device = loaded.model.device
+        self._cores = cores if self._device.type == "cpu" else None
         self._layers = loaded.layers
         self._dtype = torch_dtype(loaded.layout.dtype)
         self._spec = ModelSpec(
@@ -69,7 +69,8 @@ class TransformersEngine:
         )
         self._arena = ArenaPages(loaded.layout)
         self._contexts = ContextCache(self._arena, self._device, context_bytes, loaded.layers)
-        copies = CopyThread(layerwise.overlap)
+        is_cpu = self._device.type == "cpu"
+        copies = CopyThread(layerwise.overlap, layerwise.least_bytes if is_cpu else 0)
         self._preloads = Preloads(self._arena, self._contexts, loaded.layers, copies)
         self._chunks = ChunkContexts(
             self._arena, self._contexts, loaded.layers, self._device, copies, layer_budget=layerwise.budget
