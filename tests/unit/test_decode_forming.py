@@ -308,8 +308,10 @@ def test_what_forbids_a_pause(run: Run[None]) -> None:
 @on_both_loops
 def test_nobody_to_decode_is_a_pause_without_an_end(run: Run[None]) -> None:
     async def scenario() -> None:
-        for clock in (Clocked().clock, Clocked().made(None)):
+        instance = Clocked()
+        for clock in (instance.clock, instance.made(None)):
             assert clock.holds([])
+        assert instance.cores.rests == 1, "others need not wait until it is known to compute no more"
 
     run(scenario())
 

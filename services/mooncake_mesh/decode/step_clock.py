@@ -48,6 +48,8 @@ class StepClock:
         """Whether a step over *batch* waits. If for its time, *changed* rings then at the latest."""
         if not batch:
             self._forming.idle()
+            if self._cores is not None:
+                self._cores.rest()
             return True
         if self._prompts.is_due or self._cores is None or not self._cores.is_contended:
             return False

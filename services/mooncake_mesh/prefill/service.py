@@ -242,9 +242,16 @@ class PrefillService:
     async def _compute_jobs(self) -> None:
         while True:
             await self._computer.turn.acquire()
-            entry = await self._acquired.until(self._core.next_to_compute)
+            entry = await self._acquired.until(self._next_to_compute)
             self._submitted.ring()  # the next ones may acquire their blocks
             self._tasks.create_task(self._serve(entry))
+
+    def _next_to_compute(self) -> QueuedJob | None:
+        """Who has nothing to compute leaves the cores to others."""
+        entry = self._core.next_to_compute()
+        if entry is None and self._station.cores is not None:
+            self._station.cores.rest()
+        return entry
 
     async def _serve(self, entry: QueuedJob) -> None:
         failure = await self._attempt(entry)
