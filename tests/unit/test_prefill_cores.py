@@ -26,6 +26,6 @@ def test_they_are_kept_for_the_next_prompt() -> None:
     jobs, cores = core(), Cores()
     entry = submitted(jobs, "a")
     jobs.next_to_acquire()
-    jobs.acquired(entry, [1, 2], 0)
+    jobs.acquired(entry, (1, 2), 0)
     assert looks(jobs, cores) is entry
     assert cores.rests == 0
