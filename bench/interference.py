@@ -1,10 +1,11 @@
 """What long prompts do to those who are being answered: `python -m bench.interference`.
 
 Some streams are being generated all the time while 6,000-token prompts arrive at a fixed rate, the same for every
-server. This project computes the prompts on one core and the streams on the other; vLLM has both cores for both, with
-chunked prefill and without it. Measured are the streams' TBT (the mean of the longest 10 % of all intervals between
-tokens), their goodput (tokens a second of the streams that kept to the objective) and the prompts' TTFT. The servers
-take turns, a window each, while the others are frozen.
+server. This project computes the prompts on one core and the streams on the other, and has both for either while there
+is nothing to do for the other; vLLM has both cores for both, with chunked prefill and without it. Measured are the
+streams' TBT (the mean of the longest 10 % of all intervals between tokens), their goodput (tokens a second of the
+streams that kept to the objective) and the prompts' TTFT. The servers take turns, a window each, while the others are
+frozen.
 """
 
 import argparse
@@ -85,7 +86,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="windows of each server (default: 2)")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="time between two long prompts")
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--ours", default="--threads=1", metavar="FLAGS", help="flags for `mooncake up`")
+    parser.add_argument("--ours", default="", metavar="FLAGS", help="flags for `mooncake up`")
     Report.add_flags(parser)
     args = parser.parse_args()
     model = resolve_model(args.model)

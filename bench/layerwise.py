@@ -8,7 +8,7 @@ are those of one round, so that a busy machine disturbs both sides.
 
 import argparse
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -20,6 +20,7 @@ import torch
 from bench.report import Report
 from mooncake_mesh.config_layerwise import LayerwiseConfig, Overlap
 from mooncake_mesh.engine.api import PrefillChunk, TokenArray
+from mooncake_mesh.engine.heap import keep_freed_memory
 from mooncake_mesh.engine.kv_storage import ArenaPages, torch_dtype
 from mooncake_mesh.engine.runner import TransformersEngine
 from mooncake_mesh.kv.layout import KvDtype
@@ -83,7 +84,7 @@ class Bench:
         )
 
     def _load_s(self, cached: int) -> float:
-        """All layers' prefix into fresh memory, as a new context has."""
+        """All layers' prefix into memory of its own, as a new context has."""
         layout = self._layout
         with torch.inference_mode():
             began_s = perf_counter()
@@ -98,16 +99,18 @@ class Bench:
         engine, name = self._engines[Overlap.OFF], f"compute {self._n}"
         if cached:
             self._prefill(engine, name, cached)
-        return self._timed(lambda: self._prefill(engine, name, cached))
+        return self._timed_s(engine, name, cached)
 
     def _whole_s(self, overlap: Overlap, cached: int) -> float:
-        engine, name = self._engines[overlap], f"{overlap.value} {self._n}"
-        return self._timed(lambda: self._prefill(engine, name, cached))
+        return self._timed_s(self._engines[overlap], f"{overlap.value} {self._n}", cached)
 
-    def _timed(self, work: Callable[[], None]) -> float:
+    def _timed_s(self, engine: TransformersEngine, name: str, cached: int) -> float:
+        """Of one prompt, which is over then: its memory is the next one's."""
         began_s = perf_counter()
-        work()
-        return perf_counter() - began_s
+        self._prefill(engine, name, cached)
+        elapsed_s = perf_counter() - began_s
+        engine.retire(name, ())
+        return elapsed_s
 
     def _prefill(self, engine: TransformersEngine, name: str, start: int) -> None:
         for first in range(start, len(self._tokens), _CHUNK_TOKENS):
@@ -129,6 +132,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="5 otherwise, or 3 with --quick")
     Report.add_flags(parser)
     args = parser.parse_args()
+    keep_freed_memory()  # as workers do
     lengths = args.prompt_tokens or ([2048] if args.quick else [2048, 4096])
     rounds = args.rounds or (3 if args.quick else 5)
     report = Report("layerwise", f"{args.model}, {args.dtype}, one thread to compute, chunks of {_CHUNK_TOKENS} tokens")
