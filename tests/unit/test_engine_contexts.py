@@ -284,3 +284,17 @@ def test_without_room_for_a_context_nothing_is_loaded() -> None:
     cache = ContextCache(pages, CPU, 10)
     assert preloading(pages, cache).begin(spans_of("s", 14, 14)).result(timeout=0) is None
     assert cache.kept_bytes == 0
+
+
+def test_room_for_it_is_made_of_those_that_are_over_only() -> None:
+    pages, arena = bound()
+    cache = ContextCache(pages, CPU, 2 * 7 * LAYOUT.block_bytes)
+    for name in ("running", "over"):
+        forward(pages, cache, [spans_of(name, 0, 20)], [1])
+    kept_bytes = cache.kept_bytes
+    preloading(pages, cache).begin(spans_of("too many", 14, 14)).result(timeout=10)
+    assert cache.kept_bytes == kept_bytes
+    cache.retire("over", keys(2, 5))
+    preloading(pages, cache).begin(spans_of("next", 14, 14)).result(timeout=10)
+    arena[:] = -1.0
+    forward(pages, cache, [spans_of("running", 20, 21)], [1])

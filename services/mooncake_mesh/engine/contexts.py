@@ -159,8 +159,9 @@ class ContextCache:
 
     def fill(self, span: Span, begin: Callable[[torch.Tensor], Filling]) -> None:
         """Have *begin* write what a context lacks below the span's start, as in :meth:`open_to_fill`: whoever opens the
-        context next waits for it. Nothing is begun where nothing is missing, or there is no room."""
-        context = self._place(span, {span.sequence})
+        context next waits for it. Nothing is begun where nothing is missing, or there is no room beside all that are in
+        work: these would be read anew."""
+        context = self._place(span, {span.sequence, *self._kept})
         missing = None if context is None else _missing(context, span)
         if missing is not None:
             self._filling[span.sequence] = begin(missing), span.start
