@@ -26,8 +26,8 @@ from mooncake_proto.ids import BlockKey
 _GROWTH: Final = 1.25
 """Of a context that ran out of room: few copies, little waste."""
 
-_SPARE: Final = 8
-"""A new context has room for an eighth more than is known to come: to draw tokens into, and for the next turn."""
+_SPARE: Final = 16
+"""A new context has room for a sixteenth more than is known to come: to draw tokens into, and for the next turn."""
 
 
 class Context(Protocol):
