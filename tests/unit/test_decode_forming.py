@@ -18,23 +18,13 @@ from mooncake_mesh.errors import Aborted
 from mooncake_mesh.kv.block_hash import token_bytes
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_proto.ids import BlockKey, Incarnation, JobId, TransferId
-from mooncake_proto.serving import DecodeGate, DecodeJob, GateKind, InlinePrefill, MixedStep, Sampling, Stopping
+from mooncake_proto.serving import DecodeGate, DecodeJob, GateKind, InlinePrefill, Sampling, Stopping
 from tests.unit.mesh_doubles import Run, on_both_loops, soon
+from tests.unit.test_decode_inline_prompts import chunks_of
 
 PACE_S = 0.1
 PATIENCE_S = 0.5
-INLINE = InlinePrefill(
-    step=MixedStep(
-        limit_s=1.0,
-        most_tokens=64,
-        base_s=0.0,
-        sequence_s=0.0,
-        context_token_s=0.0,
-        token_s=0.0,
-        before_token_s=0.0,
-        pair_s=0.0,
-    ),
-)
+INLINE = InlinePrefill(step=chunks_of(64))
 
 
 def job(name: str, max_new: int = 100) -> DecodeJob:

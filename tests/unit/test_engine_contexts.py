@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -106,8 +107,17 @@ def keys(conversation: int, n_blocks: int, shared_blocks: int = 0) -> list[Block
     return [BlockKey(b"%8d%8d" % (0 if i < shared_blocks else conversation, i)) for i in range(n_blocks)]
 
 
+BLOCKS = [1, 2, 3, 4, 5, 6]
+
+
 def spans_of(name: str, start: int, end: int, known: Sequence[BlockKey] = ()) -> Span:
-    return Span(sequence=name, blocks=[1, 2, 3, 4, 5, 6], start=start, end=end, keys=known)
+    return Span(sequence=name, blocks=BLOCKS, start=start, end=end, keys=known)
+
+
+def arrived(pages: ArenaPages, kv: Any, blocks: Sequence[int] = BLOCKS, *, start: int = 0) -> None:
+    """*kv* of all layers is in the pages, as another node has sent it."""
+    for layer in range(3):
+        pages.write_layer(layer, blocks, start, kv[layer])
 
 
 def test_the_next_turn_goes_on_in_the_context_of_the_one_before() -> None:
@@ -129,8 +139,7 @@ def test_what_it_does_not_share_is_read_from_the_pages() -> None:
     arena[[1, 2]] = -1.0  # the shared blocks
     branch = values(1, 0, 16)
     branch[:, :, :, 8:] = values(2, 8, 16)
-    for layer in range(3):
-        pages.write_layer(layer, [1, 2, 3, 4], 8, branch[layer][:, :, 8:])
+    arrived(pages, branch[:, :, :, 8:], start=8)
     span = spans_of("new", 16, 17, [*keys(1, 2), *keys(2, 4)[2:]])
     [context] = cache.open([span])
     for layer in range(3):
@@ -144,8 +153,7 @@ def test_nobody_gets_the_context_of_another_prefix(known: list[BlockKey]) -> Non
     cache = ContextCache(pages, CPU, 1 << 20)
     forward(pages, cache, [spans_of("old", 0, 12)], [1])
     cache.retire("old", keys(1, 3))
-    for layer in range(3):
-        pages.write_layer(layer, [1, 2, 3, 4, 5, 6], 0, values(2, 0, 12)[layer])
+    arrived(pages, values(2, 0, 12))
     forward(pages, cache, [spans_of("new", 12, 14, known)], [2])
 
 
@@ -154,8 +162,7 @@ def test_only_what_was_computed_is_kept_of_a_sequence_that_broke_off() -> None:
     cache = ContextCache(pages, CPU, 1 << 20)
     forward(pages, cache, [spans_of("old", 0, 9)], [1])
     cache.retire("old", keys(1, 6))
-    for layer in range(3):
-        pages.write_layer(layer, [1, 2, 3, 4, 5, 6], 0, values(1, 0, 24)[layer])
+    arrived(pages, values(1, 0, 24))
     forward(pages, cache, [spans_of("new", 23, 24, keys(1, 5))], [1])
     cache.retire("unknown", keys(1, 6))
     cache.retire("empty", [])
@@ -188,8 +195,7 @@ def test_turns_and_branches_of_conversations_never_see_each_other(
         conversation, start = rng.randrange(3), 4 * rng.randrange(6)
         end = min(24, start + rng.randint(1, 7))
         blocks, name = rng.sample(range(24), 6), f"turn {turn}"
-        for layer in range(3):
-            pages.write_layer(layer, blocks, 0, values(conversation, 0, 24)[layer])
+        arrived(pages, values(conversation, 0, 24), blocks)
         known = keys(conversation, start // 4)[: rng.choice([0, 6])]
         span = Span(sequence=name, blocks=blocks, start=start, end=end, keys=known)
         if rng.random() < 0.5:
@@ -228,8 +234,7 @@ def held_up() -> threading.Event:
 def test_what_was_preloaded_is_not_read_again(overlap: Overlap) -> None:
     pages, arena = bound()
     cache = ContextCache(pages, CPU, 1 << 20)
-    for layer in range(3):
-        pages.write_layer(layer, [1, 2, 3, 4, 5, 6], 0, values(1, 0, 14)[layer])
+    arrived(pages, values(1, 0, 14))
     done = preloading(pages, cache, overlap).begin(spans_of("s", 14, 14))
     assert done.result(timeout=10) is None
     arena[:] = -1.0
@@ -239,8 +244,7 @@ def test_what_was_preloaded_is_not_read_again(overlap: Overlap) -> None:
 def test_a_step_waits_for_what_is_still_being_loaded() -> None:
     pages, _ = bound()
     cache = ContextCache(pages, CPU, 1 << 20)
-    for layer in range(3):
-        pages.write_layer(layer, [1, 2, 3, 4, 5, 6], 0, values(1, 0, 14)[layer])
+    arrived(pages, values(1, 0, 14))
     go_on = held_up()
     done = preloading(pages, cache).begin(spans_of("s", 14, 14))
     assert not done.cancel()

@@ -14,7 +14,7 @@ in every layer of every step, slower with the same result. CPU and CUDA differ i
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import torch
 
@@ -109,6 +109,9 @@ class Filling(Protocol):
         """Nobody reads the arena for them any more when this returns."""
 
 
+_F = TypeVar("_F", bound=Filling)
+
+
 class ContextCache:
     """The contexts of the sequences in work, least recently used first, and of those that are over: at most
     *budget_bytes* of them.
@@ -157,14 +160,17 @@ class ContextCache:
         self._use(context, span)
         return context, missing
 
-    def fill(self, span: Span, begin: Callable[[torch.Tensor], Filling]) -> None:
+    def fill(self, span: Span, begin: Callable[[torch.Tensor], _F]) -> _F | None:
         """Have *begin* write what a context lacks below the span's start, as in :meth:`open_to_fill`: whoever opens the
-        context next waits for it. Nothing is begun where nothing is missing, or there is no room beside all that are in
+        context next waits for it. None is begun where nothing is missing, or there is no room beside all that are in
         work: these would be read anew."""
         context = self._place(span, {span.sequence, *self._kept})
         missing = None if context is None else _missing(context, span)
-        if missing is not None:
-            self._filling[span.sequence] = begin(missing), span.start
+        if missing is None:
+            return None
+        filling = begin(missing)
+        self._filling[span.sequence] = filling, span.start
+        return filling
 
     def commit(self, spans: Sequence[Span]) -> None:
         """The forward is done: what it wrote counts."""

@@ -23,13 +23,15 @@ class Copy:
     def is_done(self) -> bool:
         return self._future is None or self._future.done()
 
-    def tell(self, done: Future[None]) -> None:
-        """Give *done* its result, or why it failed, when it is over: at once for one that was made on the caller's."""
-        done.set_running_or_notify_cancel()  # who waits for it may not cancel it
+    def outcome(self) -> Future[None]:
+        """Ends when it is over, made or given up, with why it failed. Whoever waits for it cannot cancel it."""
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()
         if self._future is None:
             done.set_result(None)
         else:
             self._future.add_done_callback(lambda future: _tell(future, done))
+        return done
 
     def finish(self) -> None:
         """Wait for it. One that nobody has begun is made here: the other thread may not get a core for long."""

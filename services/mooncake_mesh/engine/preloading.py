@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import torch
 
 from mooncake_mesh.engine.contexts import ContextCache
-from mooncake_mesh.engine.copying import Copy, CopyThread
+from mooncake_mesh.engine.copying import CopyThread
 from mooncake_mesh.engine.kv_storage import ArenaPages, Span
 from mooncake_mesh.kv.layers import LayerRange
 
@@ -27,18 +27,11 @@ class Preloads:
     def begin(self, span: Span) -> Future[None]:
         """Fill the context of a sequence up to the span's start. The future ends when nothing reads the span's blocks
         for it any more, with the exception of a copy that failed: the context is as it was then."""
+        copy = self._cache.fill(span, lambda missing: self._copies.run(self._all_layers(span, missing), missing.nbytes))
+        if copy is not None:
+            return copy.outcome()
         done: Future[None] = Future()
-        started: list[Copy] = []
-
-        def start(missing: torch.Tensor) -> Copy:
-            started.append(self._copies.run(self._all_layers(span, missing), missing.nbytes))
-            return started[0]
-
-        self._cache.fill(span, start)
-        if started:
-            started[0].tell(done)
-        else:
-            done.set_result(None)
+        done.set_result(None)
         return done
 
     def _all_layers(self, span: Span, missing: torch.Tensor) -> Callable[[], None]:
