@@ -3,7 +3,8 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
@@ -113,7 +114,15 @@ class Node:
 
 
 async def put(a: Node, b: Node, n_blocks: int, held: JobId | None = None) -> None:
-    """Move *n_blocks* that a job of A holds (one is made for it otherwise) into fresh blocks of B."""
+    """Move *n_blocks* that a job of A holds (one is made for it otherwise) into fresh blocks of B, which may then
+    be taken for others."""
+    async with landed(a, b, n_blocks, held):
+        pass
+
+
+@asynccontextmanager
+async def landed(a: Node, b: Node, n_blocks: int, held: JobId | None = None) -> AsyncIterator[None]:
+    """As *put*, but B keeps the blocks until the end of the context."""
     transfer_id = TransferId(uuid4().hex)
     here = held or await hold(a, n_blocks)
     there = JobId(f"land-{transfer_id}")
@@ -127,6 +136,7 @@ async def put(a: Node, b: Node, n_blocks: int, held: JobId | None = None) -> Non
             b.acquire(there, n_blocks, landing=transfer_id, layers=1),
             a.rpc.call(FinishSend(transfer_id=transfer_id), SendReport, timeout_s=_TIMEOUT_S),
         )
+        yield
     finally:
         b.rpc.post(Release(job_id=there))
 

@@ -5,14 +5,14 @@ import os
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
 
-from bench.transfer_nodes import Node, hold, put
+from bench.transfer_nodes import Node, hold, landed, put
 from mooncake_mesh.errors import RemoteFailure
 from tests.unit.transport_doubles import Relay
 
@@ -42,8 +42,10 @@ def test_blocks_arrive_whole(tmp_path: Path, transport: str) -> None:
                 assert len(_arrived(a, b)) == n_blocks
             b.content[:] = 0
             jobs = [await hold(a, 1) for _ in range(N_BLOCKS)]
-            await asyncio.gather(*[put(a, b, 1, job) for job in jobs])
-            assert len(_arrived(a, b)) == N_BLOCKS
+            async with AsyncExitStack() as kept:  # a block of B that one of them gave back could be another's too
+                transfers = [landed(a, b, 1, job) for job in jobs]
+                await asyncio.gather(*[kept.enter_async_context(transfer) for transfer in transfers])
+                assert len(_arrived(a, b)) == N_BLOCKS
 
     asyncio.run(run())
 
