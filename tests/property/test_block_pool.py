@@ -113,6 +113,13 @@ class Naive:
             self.held.setdefault(holder, []).append(block)
             self.uses[block] += 1
 
+    def given(self, block: BlockId, giver: str, taker: str) -> None:
+        self.owner[block] = taker
+        self.generation[block] += 1
+        self.held[giver].remove(block)
+        if not self.held[giver]:
+            self.release(giver)
+
     def release(self, holder: str) -> None:
         self.lease.pop(holder, None)
         for depth, block in reversed(list(enumerate(self.held.pop(holder, [])))):
@@ -227,25 +234,43 @@ class PoolMachine(RuleBasedStateMachine):
         if mine:
             self.seal(holder, mine[0], key)
 
-    @rule(holder=holders, block=blocks, pick=st.integers(0, N_BLOCKS))
-    def exchange(self, holder: str, block: BlockId, pick: int) -> None:
+    @rule(holder=holders, block=blocks, pick=st.integers(0, N_BLOCKS), giver=holders | st.just(""))
+    def exchange(self, holder: str, block: BlockId, pick: int, giver: str) -> None:
         """Its own block, if it has one, for any other."""
         mine = [b for b, owner in self.model.owner.items() if owner == holder]
         own = mine[pick % len(mine)] if mine and pick else block
-        is_own = self.model.owner.get(own) == holder and not self.model.writes.get(own)
-        sealed = sorted(self.model.key)
-        twin = sealed[pick % len(sealed)] if sealed else block
+        given = [b for b, owner in self.model.owner.items() if owner == giver != holder]
+        twins = [*sorted(self.model.key), *given]
+        twin = twins[pick % len(twins)] if twins else block
         held = self.model.held.get(holder, [])
-        if not is_own or twin not in self.model.key or twin in held:
+        is_given = twin in given and not self.model.writes.get(twin)
+        if not self._is_quiet_of(holder, own) or twin in held or not (twin in self.model.key or is_given):
             with pytest.raises(InvalidTransition):
-                self.pool.exchange(holder, {own: twin})
+                self.pool.exchange(holder, {own: twin}, giver=giver)
             return
-        self.pool.exchange(holder, {own: twin})
+        self.pool.exchange(holder, {own: twin}, giver=giver)
         held[held.index(own)] = twin
-        self.model.uses[twin] += 1
         self.model.given_up[own] = self.model.tick()
         del self.model.owner[own]
         self.model.generation[own] += 1
+        if is_given:
+            self.model.given(twin, giver, holder)
+        else:
+            self.model.uses[twin] += 1
+
+    @rule(n=st.integers(1, 3), key=keys, is_sealed=st.booleans())
+    def hand_over(self, n: int, key: BlockKey, is_sealed: bool) -> None:
+        """The common case: what one job has computed, sealed or not, takes the place of what another has reserved."""
+        for holder in ("job-a", "job-b"):
+            self.reserve(holder, n, None, "")
+        if is_sealed:
+            self.seal_own("job-a", key)
+        given = [b for b, owner in self.model.owner.items() if owner == "job-a"]
+        for pick in range(len(self.model.key) + len(given)):
+            self.exchange("job-b", BlockId(0), pick + 1, "job-a")
+
+    def _is_quiet_of(self, holder: str, block: BlockId) -> bool:
+        return self.model.owner.get(block) == holder and not self.model.writes.get(block)
 
     @rule(first=st.integers(0, len(KEYS) - 1), n=st.integers(1, 3), tenant=tenants)
     def run_job(self, first: int, n: int, tenant: str) -> None:

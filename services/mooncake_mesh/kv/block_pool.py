@@ -142,10 +142,7 @@ class BlockPool:
         return self._get(block).key
 
     def coldest(self, n: int) -> list[BlockId]:
-        """The next *n* victims of ``reserve``, or all there are, in order, without those that are soft-pinned.
-
-        Changes nothing; about O(n).
-        """
+        """The next *n* victims of ``reserve``, or all there are, in order, but no soft-pinned ones. O(n)."""
         return self._victims.coldest(max(n, 0))
 
     # --- holding ------------------------------------------------------------------------------------------------------
@@ -161,11 +158,7 @@ class BlockPool:
                 raise self._illegal(block, f"held by {holder}")
         for block in blocks:
             if block not in mine:
-                record = self._blocks[block]
-                if record.references == 0:
-                    self._victims.remove(block)
-                record.references += 1
-                record.history.uses += 1
+                self._refer(block)
                 mine[block] = None
         self._keep(holder, mine, lease_until_s)
 
@@ -218,27 +211,28 @@ class BlockPool:
         self._events.append(PoolEvent(change=KvChange.STORED, key=key))
         return Sealed(block=block)
 
-    def exchange(self, holder: str, twins: Mapping[BlockId, BlockId]) -> None:
-        """Give each key of *twins*, which *holder* has reserved and nobody writes, back for a reference to its value, a
-        sealed block with the same content, which takes its place in the holder's chain."""
-        mine = self._held.get(holder, {})
+    def exchange(self, holder: str, twins: Mapping[BlockId, BlockId], *, giver: str = "") -> None:
+        """Give each key of *twins*, which *holder* has reserved and nobody writes, back for its value, which takes its
+        place in the holder's chain: a reference to a sealed block, or one that *giver* has reserved and loses."""
+        mine, given = self._held.get(holder, {}), self._held.get(giver, {})
         for own, twin in twins.items():
-            record = self._get(own)
-            if own not in mine or record.state is not BlockState.RESERVED or record.writers:
+            if not self._is_quiet(own, mine):
                 raise self._illegal(own, f"exchanged by {holder}")
-            if twin in mine or self._get(twin).state is not BlockState.SEALED:
+            if twin in mine or not (self._get(twin).state is BlockState.SEALED or self._is_quiet(twin, given)):
                 raise self._illegal(twin, f"taken by {holder} for a twin")
         if not twins:
             return
         self._held[holder] = {twins.get(block, block): None for block in mine}
         for own, twin in twins.items():
-            record = self._blocks[twin]
-            if record.references == 0:
-                self._victims.remove(twin)
-            record.references += 1
-            record.history.uses += 1
+            if self._blocks[twin].state is BlockState.SEALED:
+                self._refer(twin)
+            else:
+                del given[twin]
+                self._blocks[twin].generation += 1  # what the giver was allowed to write it is no more
             self._blocks[own].references = 0
             self._become_free(own)
+        if giver and not given:
+            self.release(giver)
 
     def release(self, holder: str) -> None:
         """Drop everything *holder* has. Releasing an unknown holder, or twice, is fine.
@@ -354,6 +348,19 @@ class BlockPool:
         if not 0 <= block < len(self._blocks):  # a list would take -1 for the last block
             raise InvalidTransition(f"block {block}", old="no block of this pool", new="used")
         return self._blocks[block]
+
+    def _refer(self, block: BlockId) -> None:
+        """One more holder of a sealed block."""
+        record = self._blocks[block]
+        if record.references == 0:
+            self._victims.remove(block)
+        record.references += 1
+        record.history.uses += 1
+
+    def _is_quiet(self, block: BlockId, held: Mapping[BlockId, None]) -> bool:
+        """Whether it is one of *held* that is reserved and that nobody writes."""
+        record = self._get(block)
+        return block in held and record.state is BlockState.RESERVED and not record.writers
 
     def _illegal(self, block: BlockId, move: str) -> InvalidTransition:
         return InvalidTransition(f"block {block}", old=self._blocks[block].state.value, new=move)
