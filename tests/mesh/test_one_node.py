@@ -23,6 +23,14 @@ def test_the_answer_is_the_same(mesh: Mesh, n_tokens: int) -> None:
     assert clients.complete(mesh.http, PROMPT, n_tokens) == clients.expected_text(PROMPT, n_tokens)
 
 
+def test_kv_goes_from_one_to_the_other_without_being_moved(mesh: Mesh) -> None:
+    """Also the block that is not full, in which decoding goes on."""
+    text = clients.complete(mesh.http, f"{PROMPT} at once", 40)
+    assert text == clients.expected_text(f"{PROMPT} at once", 40)
+    mesh.wait_log("prefill0", "prefill_sent", transport="arena", sent_bytes=0)
+    assert {entry["transport"] for entry in mesh.logs("prefill0") if entry["event"] == "prefill_sent"} == {"arena"}
+
+
 def test_what_was_computed_and_decoded_is_found_again(mesh: Mesh) -> None:
     text = clients.complete(mesh.http, PROMPT, 40)
     got = clients.post(mesh.http, "/v1/completions", clients.completion_fields(PROMPT + text + " and on", 5))

@@ -3,32 +3,21 @@
 import asyncio
 import dataclasses
 import re
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
-from mooncake_mesh.config import ChecksumKind, MessengerConfig, TransportKind
+from mooncake_mesh.config import TransportKind
 from mooncake_mesh.errors import PeerUnreachable, SliceLost, TransferError
 from mooncake_mesh.kv.block_hash import join_keys
 from mooncake_mesh.mesh.arena import Holder
-from mooncake_mesh.messenger.core import MessengerCore
-from mooncake_mesh.messenger.cut_arena import CutArena
 from mooncake_mesh.messenger.landing import SliceSpan
-from mooncake_mesh.messenger.receiver import Receiver
-from mooncake_mesh.messenger.sender import Sender
-from mooncake_mesh.messenger.ssd import NodeSsd
 from mooncake_mesh.messenger.transports import tls
-from mooncake_mesh.messenger.transports.api import Incoming, TcpKind
+from mooncake_mesh.messenger.transports.api import Incoming
 from mooncake_mesh.messenger.transports.certificates import new_identity
-from mooncake_proto.control import Ok
-from mooncake_proto.ids import BlockKey, Incarnation, InstanceId, JobId, NodeId, TransferId
+from mooncake_proto.ids import Incarnation, JobId
 from mooncake_proto.transfer import (
     AbortTransfer,
-    Acquire,
     Acquired,
-    ArenaInfo,
     OpenTransfer,
     PushBlocks,
     Pushing,
@@ -37,125 +26,7 @@ from mooncake_proto.transfer import (
     TransferPlan,
 )
 from tests.unit.mesh_doubles import until
-
-N_BLOCKS, BLOCK_BYTES, LAYERS = 8, 64, 4
-ME = Holder(instance_id=InstanceId("messenger0"), incarnation=Incarnation("life"))
-WORKER = Holder(instance_id=InstanceId("prefill0"), incarnation=Incarnation("work"))
-KEY = BlockKey(b"k" * 16)
-T = TransferId("t")
-OTHER = "ipc:///other"
-
-
-class Peer:
-    """The other messenger: notes what it is told; *answers* says what to each kind, by a future where it takes time."""
-
-    def __init__(self) -> None:
-        self.told: list[object] = []
-        self.answers: dict[type, Any] = {AbortTransfer: Ok()}
-        self.there = True
-
-    async def call(self, body: object, _: type, *, timeout_s: float, connect_timeout_s: float | None = None) -> object:
-        if not self.there and connect_timeout_s is not None:
-            raise PeerUnreachable(f"no connection within {connect_timeout_s:g} s")
-        self.told.append(body)
-        answer = self.answers.get(type(body))
-        if answer is None:
-            await asyncio.sleep(timeout_s)
-        return answer
-
-
-class Rig:
-    """One messenger from its event loop down to the pool; its sockets are doubles."""
-
-    def __init__(
-        self,
-        tasks: asyncio.TaskGroup,
-        transport: TransportKind = TransportKind.TCP,
-        identity: tls.Identity | None = None,
-    ) -> None:
-        self.peer = Peer()
-        peers = cast(Any, SimpleNamespace(get=lambda _: self.peer))
-        self.core = MessengerCore(n_blocks=N_BLOCKS, block_bytes=BLOCK_BYTES)
-        arena = memoryview(bytearray(N_BLOCKS * BLOCK_BYTES))
-        info = ArenaInfo(
-            node_id=NodeId("node0"),
-            incarnation=ME.incarnation,
-            host_id="host",
-            socket_path="",
-            block_bytes=BLOCK_BYTES,
-            n_blocks=N_BLOCKS,
-        )
-        publisher = cast(Any, SimpleNamespace(poke=lambda: None))
-        self.cut = CutArena(self.core, NodeSsd(MessengerConfig()), publisher, peers, tasks, me=ME, endpoint="ipc:///me")
-        crew = cast(Any, None)  # no bytes are moved
-        self.receiver = self.cut.receiver = Receiver(
-            self.core,
-            arena,
-            info,
-            cast(Any, None),
-            crew,
-            transport=transport,
-            identity=identity,
-            data_host="localhost",
-            rdma=None,
-            on_written=self.cut.pool_changed,
-        )
-        self.sender = self.cut.sender = Sender(
-            arena,
-            info,
-            peers,
-            tasks,
-            crew,
-            transport=transport,
-            tcp=TcpKind.CLEAR if identity is None else TcpKind.TLS,
-            checksums=ChecksumKind.XXH3,
-            tcp_connections=1,
-            rdma=None,
-        )
-        self.info = info
-
-    async def acquire(self, job: str, life: Incarnation = WORKER.incarnation, **fields: Any) -> Acquired:
-        request = Acquire(
-            job_id=JobId(job),
-            instance_id=WORKER.instance_id,
-            incarnation=life,
-            keys=join_keys([KEY]),
-            n_blocks=2,
-            max_cached_blocks=1,
-            **fields,
-        )
-        async with asyncio.timeout(5.0):
-            return await self.cut.acquire(request)
-
-    async def open_landing(self, tasks: asyncio.TaskGroup, job: str) -> "tuple[asyncio.Task[object], bytes]":
-        """A job that waits for transfer T (its task ends with the failure, if there is one), and T's token."""
-
-        async def wait() -> object:
-            try:
-                return await self.acquire(job, landing=T, landing_blocks=2, landing_layers=LAYERS)
-            except SliceLost as error:
-                return error
-
-        waiting = tasks.create_task(wait())
-        plan = await self.receiver.open(OpenTransfer(transfer_id=T, source=self.info, transports=("tcp",)))
-        return waiting, bytes.fromhex(plan.token)
-
-
-def _run(
-    scenario: Callable[[Rig, asyncio.TaskGroup], Any],
-    transport: TransportKind = TransportKind.TCP,
-    identity: tls.Identity | None = None,
-) -> None:
-    async def all_of_it() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            rig = Rig(tasks, transport, identity)
-            rig.cut.came(WORKER.incarnation)
-            await scenario(rig, tasks)
-            await rig.cut.close()
-        rig.core.pool.check_invariants()
-        assert rig.core.pool.available_blocks == N_BLOCKS, "nothing stays held"
-
-    asyncio.run(all_of_it())
+from tests.unit.messenger_rig import BLOCK_BYTES, KEY, LAYERS, OTHER, WORKER, Rig, T, run
 
 
 def _slice(logical: int = 0) -> list[Incoming]:
@@ -180,7 +51,7 @@ def test_a_transport_that_was_asked_for_by_name_is_never_replaced(
             await rig.receiver.open(OpenTransfer(transfer_id=T, source=rig.info, transports=offered))
         waiting.cancel()
 
-    _run(scenario, asked_for)
+    run(scenario, asked_for)
 
 
 def test_of_the_transports_that_are_offered_the_one_asked_for_is_taken() -> None:
@@ -190,7 +61,7 @@ def test_of_the_transports_that_are_offered_the_one_asked_for_is_taken() -> None
         assert (await rig.receiver.open(request)).transport == "tcp"
         waiting.cancel()
 
-    _run(scenario)
+    run(scenario)
 
 
 # --- encryption -------------------------------------------------------------------------------------------------------
@@ -221,7 +92,7 @@ def test_encrypted_tcp_is_another_transport_than_tcp(
         assert plan.tls_fingerprint == ("" if identity is None else identity.fingerprint.hex())
         waiting.cancel()
 
-    _run(scenario, transport, identity)
+    run(scenario, transport, identity)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +126,7 @@ def test_a_plan_that_would_have_kv_travel_in_clear_is_not_followed(
         await until(lambda: any(isinstance(told, AbortTransfer) and refusal in told.reason for told in rig.peer.told))
         rig.cut.end_job(JobId("j"), "released")
 
-    _run(scenario, TransportKind.TCP, new_identity())
+    run(scenario, TransportKind.TCP, new_identity())
 
 
 # --- aborts -----------------------------------------------------------------------------------------------------------
@@ -273,7 +144,7 @@ def test_a_job_released_before_its_transfer_has_begun_tells_the_receiver() -> No
         await asyncio.sleep(0)
         assert rig.peer.told == [AbortTransfer(transfer_id=T, reason="the sender's job was released")]
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_an_abort_that_comes_before_its_landing_ends_it() -> None:
@@ -282,7 +153,7 @@ def test_an_abort_that_comes_before_its_landing_ends_it() -> None:
         with pytest.raises(SliceLost, match="prefill failed"):
             await rig.acquire("j", landing=T, landing_blocks=2, landing_layers=LAYERS)
 
-    _run(scenario)
+    run(scenario)
 
 
 @pytest.mark.parametrize("is_released", [False, True], ids=["its job waits", "its job was released meanwhile"])
@@ -303,7 +174,7 @@ def test_an_abort_is_acknowledged_after_the_last_write(is_released: bool) -> Non
         with pytest.raises(SliceLost):
             rig.receiver.begin(token, _slice())
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_a_repeated_slice_that_ends_after_its_job_means_nothing() -> None:
@@ -317,7 +188,7 @@ def test_a_repeated_slice_that_ends_after_its_job_means_nothing() -> None:
         rig.cut.end_job(JobId("j"), "done")
         rig.receiver.end(token, [], None)
 
-    _run(scenario)
+    run(scenario)
 
 
 # --- senders that come late -------------------------------------------------------------------------------------------
@@ -336,7 +207,7 @@ def test_a_sender_that_comes_after_the_job_has_gone_with_all_it_wanted_has_nothi
         async with asyncio.timeout(5.0):
             assert (await rig.receiver.open(again)).slots == ()
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_a_sender_that_comes_after_the_job_was_released_is_told_at_once() -> None:
@@ -350,7 +221,7 @@ def test_a_sender_that_comes_after_the_job_was_released_is_told_at_once() -> Non
             async with asyncio.timeout(5.0):
                 await rig.receiver.open(OpenTransfer(transfer_id=T, source=rig.info, transports=("tcp",)))
 
-    _run(scenario)
+    run(scenario)
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -370,7 +241,7 @@ def test_a_fetch_ends_with_the_messenger_it_comes_from() -> None:
         assert (await waiting).cached_blocks == 0
         rig.cut.end_job(JobId("j"), "done")
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_a_fetch_from_a_node_that_is_gone_waits_for_nobody() -> None:
@@ -382,7 +253,7 @@ def test_a_fetch_from_a_node_that_is_gone_waits_for_nobody() -> None:
         assert rig.core.n_jobs == 1, "the job's own blocks, and none of the fetch"
         rig.cut.end_job(JobId("j"), "done")
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_a_push_to_a_node_that_is_gone_holds_nothing() -> None:
@@ -398,7 +269,7 @@ def test_a_push_to_a_node_that_is_gone_holds_nothing() -> None:
         await until(lambda: rig.core.n_jobs == 0, "the push to be given up")
         assert rig.core.pool.evictable_blocks == 1
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_a_push_that_an_earlier_life_of_its_receiver_asked_for_is_refused_at_once() -> None:
@@ -414,7 +285,7 @@ def test_a_push_that_an_earlier_life_of_its_receiver_asked_for_is_refused_at_onc
         assert not landing.done(), "a decode job may reserve it any moment"
         landing.cancel()
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_a_push_says_that_it_was_asked_for() -> None:
@@ -427,7 +298,7 @@ def test_a_push_says_that_it_was_asked_for() -> None:
         assert [body.was_asked_for for body in rig.peer.told if isinstance(body, OpenTransfer)] == [True]
         await until(lambda: rig.core.n_jobs == 0, "the push to be given up")
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_a_prefix_that_two_jobs_want_is_fetched_by_one_at_a_time() -> None:
@@ -447,7 +318,7 @@ def test_a_prefix_that_two_jobs_want_is_fetched_by_one_at_a_time() -> None:
         for one in waiting:
             rig.cut.end_job((await one).job_id, "done")
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_replicas_come_one_at_a_time_and_hold_nothing() -> None:
@@ -462,7 +333,7 @@ def test_replicas_come_one_at_a_time_and_hold_nothing() -> None:
         rig.cut.peer_lost(OTHER)
         await until(lambda: rig.core.n_jobs == 0, "it to be given up")
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_a_worker_of_an_earlier_life_of_the_messenger_gets_no_blocks() -> None:
@@ -477,7 +348,7 @@ def test_a_worker_of_an_earlier_life_of_the_messenger_gets_no_blocks() -> None:
         rig.cut.worker_gone(Holder(instance_id=WORKER.instance_id, incarnation=Incarnation("older")))
         assert rig.core.n_jobs == 0
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_a_release_that_overtakes_its_acquire_is_not_forgotten() -> None:
@@ -492,4 +363,4 @@ def test_a_release_that_overtakes_its_acquire_is_not_forgotten() -> None:
         rig.cut.release(JobId("k"))
         assert rig.core.n_jobs == 0
 
-    _run(scenario)
+    run(scenario)

@@ -4,17 +4,17 @@ Every job belongs to one worker process (instance and incarnation); when that pr
 A transfer into a job's blocks is a landing; it ends before or with its job.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final, TypeVar
+from typing import Final
 
 from mooncake_mesh.errors import InvalidRequest, NoFreeBlocks, SliceLost, TransferError
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.kv.block_pool import BlockPool, Duplicate, NoRoom, PoolEvent, Sealed
 from mooncake_mesh.kv.eviction import EvictionKind, eviction_policy
 from mooncake_mesh.kv.tenants import NO_QUOTAS, TenantQuotas
+from mooncake_mesh.messenger.endings import Ended, Endings
 from mooncake_mesh.messenger.landing import Landing, LandingState
 from mooncake_mesh.messenger.sending import Outbound
 from mooncake_mesh.messenger.store.slots import SlotTable
@@ -22,13 +22,8 @@ from mooncake_mesh.messenger.store.tiering import Target, joint_events, joint_ke
 from mooncake_proto.ids import BlockId, BlockKey, Incarnation, InstanceId, JobId, TransferId
 from mooncake_proto.transfer import Acquire, Acquired, CloseWrite, OpenWrite, PushBlocks, Slot
 
-_T = TypeVar("_T")
-
 _WHOLE: Final = 1
 """Layers of a transfer that moves blocks whole."""
-
-_REMEMBERED: Final = 1024
-"""Transfers of which the other end may yet ask: those that ended here, and those given up before they began here."""
 
 
 @dataclass(slots=True)
@@ -39,13 +34,6 @@ class _Job:
     keys: list[BlockKey]
     tenant: str
     landing: Landing | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How a landing ended that is gone with its job; ``failure`` is empty for one that had landed."""
-
-    failure: str
 
 
 class MessengerCore:
@@ -66,8 +54,7 @@ class MessengerCore:
         self._jobs: dict[JobId, _Job] = {}
         self._landings: dict[TransferId, Landing] = {}
         self._stage_writes: dict[tuple[Incarnation, JobId, int], list[BlockId]] = {}
-        self._given_up: OrderedDict[TransferId, str] = OrderedDict()
-        self._ended: OrderedDict[TransferId, Ended] = OrderedDict()
+        self._endings = Endings()
         self._outbound: dict[TransferId, Outbound] = {}
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
@@ -188,7 +175,7 @@ class MessengerCore:
         if job.landing is not None:
             job.landing.fail(why)
             del self._landings[job.landing.transfer_id]
-            _remember(self._ended, job.landing.transfer_id, Ended(failure=job.landing.failure))
+            self._endings.ended(job.landing.transfer_id, job.landing.failure)
             ended.append(job.landing.transfer_id)
         self.pool.release(_holder(job_id))
         return ended
@@ -252,7 +239,7 @@ class MessengerCore:
 
     def landing_or_end(self, transfer_id: TransferId) -> Landing | Ended | None:
         """The landing, or how it ended: its sender may come when there is nothing to send any more."""
-        return self._landings.get(transfer_id) or self._ended.get(transfer_id)
+        return self._landings.get(transfer_id) or self._endings.get(transfer_id)
 
     def open_fetch(self, transfer_id: TransferId, owner: Acquire, keys: Sequence[BlockKey], now_s: float) -> Landing:
         """Reserve blocks for a prefix that another node will push; a job of its own, named after the transfer.
@@ -278,8 +265,7 @@ class MessengerCore:
         if landing is not None:
             landing.fail(why)
             return landing
-        if transfer_id not in self._ended:
-            _remember(self._given_up, transfer_id, why)
+        self._endings.given_up(transfer_id, why)
         return None
 
     def settle(self, landing: Landing) -> None:
@@ -300,6 +286,23 @@ class MessengerCore:
             self.pool.exchange(holder, twins)
             job.blocks = [twins.get(block, block) for block in job.blocks]
 
+    def hand_over(self, outbound: Outbound, landing: Landing, now_s: float) -> None:
+        """Land what a job of this arena sends to another: that one gets its blocks for its own. The sender may write
+        none of them any more.
+
+        Raises SliceLost when the landing has failed, or the sender has not written all that it wants.
+        """
+        if landing.state is LandingState.FAILED:
+            raise SliceLost(f"transfer {landing.transfer_id} has ended: {landing.failure}")
+        if not outbound.has_all(slot.logical for slot in landing.slots):
+            raise SliceLost(f"transfer {landing.transfer_id}: not all slices were written")
+        sender, job = self._jobs[outbound.job_id], self._jobs[landing.job_id]
+        twins = {BlockId(slot.block): sender.blocks[slot.logical] for slot in landing.slots}
+        self.pool.exchange(_holder(landing.job_id), twins, giver=_holder(outbound.job_id))
+        job.blocks = [twins.get(block, block) for block in job.blocks]
+        landing.handed([self._slot(job, slot.logical) for slot in landing.slots], now_s)
+        self.settle(landing)
+
     def blocks_of(self, job_id: JobId) -> tuple[BlockId, ...]:
         """A job's blocks in logical order; none of one that is gone."""
         job = self._jobs.get(job_id)
@@ -308,14 +311,19 @@ class MessengerCore:
     def _open(
         self, job: _Job, job_id: JobId, transfer_id: TransferId, logicals: range, layers: int, now_s: float
     ) -> Landing:
-        slots = [Slot(logical=i, block=job.blocks[i], generation=self.pool.generation(job.blocks[i])) for i in logicals]
+        slots = [self._slot(job, logical) for logical in logicals]
         slice_bytes = self.block_bytes // layers
         landing = Landing(transfer_id, job_id, slots, layers=layers, slice_bytes=slice_bytes, now_s=now_s)
-        if transfer_id in self._given_up:
-            landing.fail(self._given_up.pop(transfer_id))
+        given_up = self._endings.take_given_up(transfer_id)
+        if given_up is not None:
+            landing.fail(given_up)
         job.landing = landing
         self._landings[transfer_id] = landing
         return landing
+
+    def _slot(self, job: _Job, logical: int) -> Slot:
+        block = job.blocks[logical]
+        return Slot(logical=logical, block=block, generation=self.pool.generation(block))
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -352,12 +360,6 @@ class MessengerCore:
         outbound = Outbound(transfer_id, job_id, blocks, layers=layers, slice_bytes=self.block_bytes // layers)
         self._outbound[transfer_id] = outbound
         return outbound
-
-
-def _remember(table: OrderedDict[TransferId, _T], transfer_id: TransferId, what: _T) -> None:
-    table[transfer_id] = what
-    if len(table) > _REMEMBERED:
-        table.popitem(last=False)
 
 
 def _holder(job_id: JobId) -> str:

@@ -17,6 +17,7 @@ from mooncake_mesh.mesh.arena import Holder
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.phonebook import Phonebook
 from mooncake_mesh.messenger.core import MessengerCore
+from mooncake_mesh.messenger.hand_over import HandOvers
 from mooncake_mesh.messenger.prefix_pins import PrefixPins
 from mooncake_mesh.messenger.publisher import KvPublisher
 from mooncake_mesh.messenger.read_ahead import AheadReader
@@ -75,6 +76,7 @@ class CutArena:
         self.core = core
         self.receiver: Receiver
         self.sender: Sender
+        self.hand_overs: HandOvers
         self._ssd = ssd
         self._publisher = publisher
         self._peers = peers
@@ -102,7 +104,7 @@ class CutArena:
             blocks_evictable=pool.evictable_blocks,
             tenants=dict(Counter(pool.tenant_usage()).most_common(_TENANTS_REPORTED)),
             transferred_bytes=self.sender.sent_bytes,
-            transports=",".join(sorted(self.sender.transports)),
+            transports=",".join(sorted(self.sender.transports | self.hand_overs.transports)),
             copies=self._copies,
             recent_copies=tuple(self._recent_copies),
         )
@@ -273,6 +275,7 @@ class CutArena:
         for transfer_id in self.core.release(job_id, why):
             self.sender.forget(transfer_id)
             self.receiver.forget(transfer_id)
+            self.hand_overs.forget(transfer_id, why)
         self._ahead.end(job_id)
         self.pool_changed()
 
@@ -290,12 +293,20 @@ class CutArena:
 
     def start_send(self, request: StartSend) -> None:
         outbound = self.core.start_send(request.transfer_id, request.job_id, request.n_blocks, request.layers)
-        self.sender.start(outbound, request.target, request.deadline_s)
+        if request.target == self._endpoint:
+            self.hand_overs.start(outbound, request.deadline_s)
+        else:
+            self.sender.start(outbound, request.target, request.deadline_s)
+
+    def announce(self, ready: SliceReady) -> None:
+        way = self.hand_overs if ready.transfer_id in self.hand_overs else self.sender
+        way.announce(ready)
 
     async def finish_send(self, request: FinishSend) -> SendReport:
         outbound = self.core.outbound(request.transfer_id)
+        way = self.hand_overs if request.transfer_id in self.hand_overs else self.sender
         try:
-            return await self.sender.finish(request.transfer_id)
+            return await way.finish(request.transfer_id)
         finally:
             if outbound is not None:
                 self.end_job(outbound.job_id, "the transfer is over")

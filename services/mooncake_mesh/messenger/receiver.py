@@ -13,7 +13,8 @@ from mooncake_mesh.errors import PeerUnreachable, SliceLost, TransferError
 from mooncake_mesh.mesh.arena import BorrowedArena
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.crew import Crew
-from mooncake_mesh.messenger.core import Ended, MessengerCore
+from mooncake_mesh.messenger.core import MessengerCore
+from mooncake_mesh.messenger.endings import Ended
 from mooncake_mesh.messenger.landing import Destination, Landing, LandingState, SliceSpan
 from mooncake_mesh.messenger.transports.api import Incoming, LinkLost, TcpKind, offers
 from mooncake_mesh.messenger.transports.link_auth import new_secret

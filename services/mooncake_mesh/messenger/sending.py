@@ -5,7 +5,7 @@ layers of one block merged into one span, so that a slow path sends fewer and la
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mooncake_mesh.errors import SliceLost
@@ -69,6 +69,11 @@ class Outbound:
         for logical in range(announced.first_block, announced.first_block + announced.n_blocks):
             self._ready[logical] |= mask & ~self._announced[logical]
             self._announced[logical] |= mask
+
+    def has_all(self, logicals: Iterable[int]) -> bool:
+        """Whether all layers of these blocks were announced."""
+        whole = (1 << self._layers) - 1
+        return all(self._announced.get(logical) == whole for logical in logicals)
 
     def finish(self) -> None:
         """Nothing more will become ready; what goes out from now on no longer overlaps with compute."""

@@ -42,6 +42,7 @@ from mooncake_mesh.mesh.rpc import Caller, Handler, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.cut_arena import CutArena
+from mooncake_mesh.messenger.hand_over import HandOvers
 from mooncake_mesh.messenger.identity import identity_of
 from mooncake_mesh.messenger.publisher import KvPublisher
 from mooncake_mesh.messenger.receiver import Receiver
@@ -264,6 +265,7 @@ class MessengerService:
             config.data_host, config.data_port, view, receiver, secret=receiver.link_secret, identity=self._identity
         )
         receiver.data_host, receiver.data_port = config.advertised_data(self._listener.port)
+        cut.hand_overs = HandOvers(core, receiver.changed)
         cut.sender = Sender(
             view,
             info,
@@ -347,7 +349,7 @@ class MessengerService:
         self._ready().start_send(request)
 
     def _slice_ready(self, ready: SliceReady, _: Caller) -> None:
-        self._ready().sender.announce(ready)
+        self._ready().announce(ready)
 
     async def _finish_send(self, request: FinishSend, _: Caller) -> SendReport:
         return await self._ready().finish_send(request)
