@@ -181,6 +181,7 @@ def main() -> None:
         config = Path(folder) / "mooncake.toml"
         config.write_text("[conductor]\nttft_slo_s = 600\ntbt_slo_s = 60\n")  # a busy machine is measured all the same
         flags = [
+            "--nodes=2",
             f"--config={config}",
             f"--model={args.model}",
             f"--dtype={args.dtype}",

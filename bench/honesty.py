@@ -134,7 +134,7 @@ def measured_kind() -> NodeKind:
 
 def _flags(prefill: int, decode: int) -> list[str]:
     return [
-        "--engine", "fake", "--prefill", str(prefill), "--decode", str(decode), "--chunk-tokens", "0",
+        "--nodes", "2", "--engine", "fake", "--prefill", str(prefill), "--decode", str(decode), "--chunk-tokens", "0",
         "--arena-bytes", str(_BLOCKS * _BLOCK_BYTES), "--block-tokens", str(_BLOCK),
         "--fake-prefill-s-base", str(FAKE.prefill_base_s), "--fake-prefill-s-per-token", str(FAKE.prefill_token_s),
         "--fake-decode-s-base", str(FAKE.step_base_s), "--fake-decode-s-per-slot", str(FAKE.step_sequence_s),

@@ -71,7 +71,7 @@ def simulated(
 
 
 def mesh_setup(measured: Measured, objectives: LoadObjectives, max_new_tokens: int) -> MeshSetup:
-    """`mooncake up` as it is by default. A prompt is one chunk: the profile's times are those of whole prompts."""
+    """`mooncake up --nodes=2`. A prompt is one chunk: the profile's times are those of whole prompts."""
     return MeshSetup(
         prefill=1,
         decode=1,

@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _live(lines: Sequence[TraceLine], args: argparse.Namespace) -> LiveRun:
     """Measure a mesh, choose the scale by that, and replay *lines* on another one that is like it."""
-    flags = _FAKE if args.engine == "fake" else _ONE_THREAD
+    flags = ["--nodes", "2", *(_FAKE if args.engine == "fake" else _ONE_THREAD)]
     with tempfile.TemporaryDirectory(prefix="mooncake-live-") as folder:
         profile = Path(folder) / "cost.json"
         say("profiling a mesh")

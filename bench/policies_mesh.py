@@ -117,7 +117,9 @@ def _configured(args: argparse.Namespace, first: Mapping[str, str | float]) -> I
     with tempfile.TemporaryDirectory(prefix="mooncake-policies-") as folder:
         config = Path(folder) / "mooncake.toml"
         write_conductor(config, first)
-        with local_mesh([*_engine(args), "--arena-bytes", str(_ARENA_BYTES), "--config", str(config)]) as mesh:
+        with local_mesh(
+            ["--nodes=2", *_engine(args), "--arena-bytes", str(_ARENA_BYTES), "--config", str(config)]
+        ) as mesh:
             yield mesh, config
 
 

@@ -82,7 +82,7 @@ def write_config(path: Path) -> Path:
     """A mesh that outlives being frozen, and that takes on whatever is asked: objectives are not what is measured."""
     path.write_text(
         "[conductor]\nttft_slo_s = 600\ntbt_slo_s = 60\nsuspect_after_s = 20\ndead_after_s = 60\n"
-        "[up]\narena_bytes = '1GiB'\n"
+        "[up]\narena_bytes = '2GiB'\n"
     )
     return path
 

@@ -69,7 +69,7 @@ def main() -> int:
     options, up_flags = parser.parse_known_args()
     shared_memory = _shared_memory()
     with tempfile.TemporaryDirectory(prefix="mooncake-demo-") as logs:
-        flags = [f"--dtype={options.dtype}", f"--model={options.model}", *up_flags]
+        flags = ["--nodes=2", f"--dtype={options.dtype}", f"--model={options.model}", *up_flags]
         try:
             with _mesh(flags, Path(logs)) as mesh:
                 _converse(mesh)

@@ -17,7 +17,7 @@ GiB: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpConfig:
-    """``mooncake up``: a whole mesh on this machine, prefill instances on node0 and decode instances on node1."""
+    """``mooncake up``: a whole mesh on this machine. Of two nodes one has the prefill and one the decode instances."""
 
     host: Annotated[str, "address of the HTTP server"] = "127.0.0.1"
     port: Annotated[int, "port of the HTTP server; 0 takes a free one"] = 8000
@@ -32,13 +32,14 @@ class UpConfig:
     prefill_split: Annotated[str, "layers of each stage, such as 16,14; evenly otherwise"] = ""
     decode: Annotated[int, "decode instances"] = 1
     forming_s: Annotated[float, "longest pause of decode instances for sequences to come; 0: none"] = 0.1
+    nodes: Annotated[int, "nodes, each with its KVCache pool: 1, or 2, between which KV then moves"] = 1
     conductors: Annotated[int, "conductors, of which one leads; more than one need etcd"] = 1
     etcd: EtcdConfig = field(default_factory=EtcdConfig)
-    arena_bytes: Annotated[int, "memory for KVCache blocks, on each of the two nodes"] = 1 * GiB
+    arena_bytes: Annotated[int, "memory for KVCache blocks, on each node"] = 2 * GiB
     pages: Annotated[PagesKind, "pages of that memory: hugetlb, transparent, small or auto"] = PagesKind.AUTO
     commit: Annotated[CommitKind, "when it is taken from the system: start or use"] = CommitKind.START
     ssd_dir: Annotated[Path | None, "folder with one folder of each node for blocks that leave the arena"] = None
-    ssd_bytes: Annotated[int, "space for blocks in ssd_dir, for each of the two nodes"] = 8 * GiB
+    ssd_bytes: Annotated[int, "space for blocks in ssd_dir, for each node"] = 8 * GiB
     transport: Annotated[TransportKind, "how KV moves between the nodes: auto, shm, tcp or rdma"] = TransportKind.AUTO
     run_dir: Annotated[Path | None, "folder for sockets; a fresh one otherwise, removed at the end"] = None
     log_dir: Annotated[Path | None, "folder for one log file of each process; all go to stderr otherwise"] = None
@@ -56,6 +57,8 @@ class UpConfig:
         listening(self, host="host", port="port")
         at_least(self, 1, "block_tokens", "prefill", "prefill_stages", "decode", "conductors")
         at_least(self, 0, "threads", "forming_s")
+        if self.nodes not in (1, 2):
+            raise ValueError(f"nodes: must be 1 or 2, got {self.nodes}")
         if self.conductors > 1 and not self.etcd.urls:
             raise ValueError("conductors: more than one need etcd, to agree who leads: give etcd.endpoints")
         at_least(self, 1 * MiB, "arena_bytes", "ssd_bytes")

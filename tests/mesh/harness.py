@@ -227,6 +227,17 @@ class Mesh:
 
     # --- logs ---------------------------------------------------------------------------------------------------------
 
+    def wait_busy(self, role: str) -> str:
+        """Wait until an instance of *role* works, and say which."""
+
+        def look() -> str | None:
+            for state in self.status().cluster.members:
+                if state.member.role.value == role and state.load.running_jobs:
+                    return str(state.member.instance_id)
+            return None
+
+        return self.wait(look, what=f"a {role} instance to work")
+
     def logs(self, name: str) -> list[dict[str, Any]]:
         """Events that a process logged in its current life, oldest first."""
         child = self._children[name]

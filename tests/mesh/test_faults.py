@@ -57,18 +57,6 @@ def _stream(mesh: Mesh, prompt: str, max_tokens: int = TOKENS) -> Stream:
     return Stream(mesh.http, prompt, max_tokens)
 
 
-def _busy(mesh: Mesh, role: str) -> str:
-    """Wait until an instance of *role* works, and say which."""
-
-    def look() -> str | None:
-        for state in mesh.status().cluster.members:
-            if state.member.role.value == role and state.load.running_jobs:
-                return str(state.member.instance_id)
-        return None
-
-    return mesh.wait(look, what=f"a {role} instance to work")
-
-
 def _other(name: str) -> str:
     return name[:-1] + {"0": "1", "1": "0"}[name[-1]]
 
@@ -123,14 +111,14 @@ def test_a_restarted_conductor_learns_the_blocks_again(small_mesh: Mesh) -> None
 def test_a_stream_goes_on_at_the_spare_decode_instance(mesh: Mesh) -> None:
     with _stream(mesh, "decode dies") as stream:
         stream.wait_chunks(10)
-        mesh.kill(_busy(mesh, "decode"))
+        mesh.kill(mesh.wait_busy("decode"))
         assert stream.result() == clients.expected_text("decode dies", TOKENS)
     mesh.wait_idle()
 
 
 def test_a_request_goes_on_at_the_spare_prefill_instance(mesh: Mesh) -> None:
     with _stream(mesh, "prefill dies: " + LONG_PROMPT) as stream:
-        mesh.kill(_busy(mesh, "prefill"))
+        mesh.kill(mesh.wait_busy("prefill"))
         assert stream.text == ""
         assert stream.result() == clients.expected_text("prefill dies: " + LONG_PROMPT, TOKENS)
     mesh.wait_idle()
@@ -159,7 +147,7 @@ def test_a_stream_without_a_spare_goes_on_after_the_restart(small_mesh: Mesh, na
 def test_a_request_in_prefill_without_a_spare_goes_on_after_the_restart(small_mesh: Mesh, name: str) -> None:
     mesh, prompt = small_mesh, f"{name} dies and comes back: " + LONG_PROMPT
     with _stream(mesh, prompt, 20) as stream:
-        _busy(mesh, "prefill")
+        mesh.wait_busy("prefill")
         mesh.kill(name)
         mesh.start(name)
         assert stream.result() == clients.expected_text(prompt, 20)
@@ -190,7 +178,7 @@ def test_the_work_of_a_killed_gateway_is_dropped(small_mesh: Mesh) -> None:
 def test_two_losses_in_one_stream(mesh: Mesh) -> None:
     with _stream(mesh, "decode dies twice", 2 * TOKENS) as stream:
         stream.wait_chunks(10)
-        first = _busy(mesh, "decode")
+        first = mesh.wait_busy("decode")
         mesh.kill(first)
         at = stream.chunks
         stream.wait_chunks(at + 20)
@@ -218,7 +206,7 @@ def test_a_decode_instance_that_stalls_until_it_is_declared_dead(mesh: Mesh) -> 
     """Its request goes on elsewhere; what it still says when it wakes up changes nothing."""
     with _stream(mesh, "decode stalls for long", 2 * TOKENS) as stream:
         stream.wait_chunks(10)
-        stalled = _busy(mesh, "decode")
+        stalled = mesh.wait_busy("decode")
         mesh.stop(stalled)
         mesh.wait(lambda: _health(mesh, stalled) == "dead" or None, what=f"{stalled} to be declared dead")
         at = stream.chunks
@@ -238,7 +226,7 @@ def _health(mesh: Mesh, name: str) -> str:
 
 def test_a_client_that_leaves_during_prefill_frees_everything(mesh: Mesh) -> None:
     with _stream(mesh, "leaves early: " + LONG_PROMPT) as stream:
-        _busy(mesh, "prefill")
+        mesh.wait_busy("prefill")
         stream.disconnect()
     assert stream.text == ""
     mesh.wait_idle()
@@ -327,7 +315,7 @@ def test_a_worker_that_is_told_to_stop_finishes_its_jobs(mesh: Mesh, role: str) 
     with _stream(mesh, prompt) as stream:
         if role == "decode":
             stream.wait_chunks(5)
-        name = _busy(mesh, role)
+        name = mesh.wait_busy(role)
         mesh.terminate(name)
         assert stream.result() == clients.expected_text(prompt, TOKENS)
     assert mesh.exit_code(name) == 0

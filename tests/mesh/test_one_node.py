@@ -5,10 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.mesh import clients
+from tests.mesh.clients import Stream
 from tests.mesh.harness import Mesh
 
 pytestmark = pytest.mark.mesh
 
+SLOW = {"prefill": ["--fake-prefill-s-per-token=0.008"], "decode": ["--fake-decode-s-base=0.01"]}
 PROMPT = "both of its jobs ask the same messenger for blocks, and the KV goes from one to the other"
 
 
@@ -40,4 +42,29 @@ def test_what_was_computed_and_decoded_is_found_again(mesh: Mesh) -> None:
 def test_nothing_is_held_afterwards(mesh: Mesh) -> None:
     for number in range(5):
         clients.complete(mesh.http, f"{number} {PROMPT}", 30)
+    mesh.wait_idle()
+
+
+# --- losses: each worker and the one messenger, while a prompt is computed and while it is decoded --------------------
+
+
+@pytest.fixture(scope="module")
+def slow_mesh() -> Iterator[Mesh]:
+    with Mesh(flags=SLOW, prefill_nodes=(0,), decode_nodes=(0,)) as mesh:
+        yield mesh
+
+
+@pytest.mark.parametrize("name", ["prefill0", "decode0", "messenger0"])
+@pytest.mark.parametrize("is_decoding", [False, True], ids=["in prefill", "in decoding"])
+def test_a_request_goes_on_after_the_restart(slow_mesh: Mesh, name: str, is_decoding: bool) -> None:
+    mesh, prompt = slow_mesh, f"{name} dies {'late' if is_decoding else 'early'}: " + PROMPT * 2
+    with Stream(mesh.http, prompt, 60) as stream:
+        if is_decoding:
+            stream.wait_chunks(5)
+        else:
+            mesh.wait_busy("prefill")
+        mesh.kill(name)
+        mesh.start(name)
+        assert stream.result() == clients.expected_text(prompt, 60)
+    mesh.wait_healthy()
     mesh.wait_idle()

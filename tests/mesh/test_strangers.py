@@ -293,7 +293,16 @@ def _listening(pid: int) -> set[tuple[str, int]]:
 
 
 def test_a_port_scan_of_mooncake_up_finds_loopback_only(keys: Keys) -> None:
-    command = [sys.executable, "-m", "mooncake_mesh", "up", "--engine=fake", "--port=0", "--arena-bytes=16MiB"]
+    command = [
+        sys.executable,
+        "-m",
+        "mooncake_mesh",
+        "up",
+        "--engine=fake",
+        "--nodes=2",
+        "--port=0",
+        "--arena-bytes=16MiB",
+    ]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MOONCAKE_")}
     with subprocess.Popen(
         [*command, f"--keys={keys.mesh.folder}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ

@@ -47,6 +47,7 @@ def test_whole_mesh() -> None:
         UpConfig(
             model="tiny",
             engine=EngineKind.FAKE,
+            nodes=2,
             dtype=KvDtype.FLOAT32,
             chunk_tokens=64,
             block_tokens=32,
@@ -130,17 +131,27 @@ def test_several_conductors_without_etcd_are_refused() -> None:
         UpConfig(conductors=2)
 
 
-def test_more_instances_share_their_node() -> None:
-    configs = _loaded(plan_mesh(UpConfig(prefill=2, decode=3), RUN_DIR, 8000))
+@pytest.mark.parametrize(("nodes", "decode_node"), [(1, "node0"), (2, "node1")])
+def test_more_instances_share_their_node(nodes: int, decode_node: str) -> None:
+    configs = _loaded(plan_mesh(UpConfig(prefill=2, decode=3, nodes=nodes), RUN_DIR, 8000))
     workers = [config for config in configs.values() if isinstance(config, PrefillConfig | DecodeConfig)]
     assert [(worker.instance_id, worker.node_id) for worker in workers] == [
         ("prefill0", "node0"),
         ("prefill1", "node0"),
-        ("decode0", "node1"),
-        ("decode1", "node1"),
-        ("decode2", "node1"),
+        ("decode0", decode_node),
+        ("decode1", decode_node),
+        ("decode2", decode_node),
     ]
     assert len({worker.bind for worker in workers}) == 5
+    arenas = {config.node_id: config.bind for config in configs.values() if isinstance(config, MessengerConfig)}
+    assert len(arenas) == nodes
+    assert all(worker.messenger == arenas[worker.node_id] for worker in workers)
+
+
+@pytest.mark.parametrize("nodes", [0, 3, -1])
+def test_a_mesh_on_one_machine_has_one_or_two_nodes(nodes: int) -> None:
+    with pytest.raises(ValueError, match=f"^nodes: must be 1 or 2, got {nodes}"):
+        UpConfig(nodes=nodes)
 
 
 def test_fake_settings_are_not_given_to_a_real_engine() -> None:
@@ -167,7 +178,7 @@ def test_long_folder_is_refused() -> None:
 
 
 def test_each_node_has_its_own_folder_for_blocks_that_leave_its_arena() -> None:
-    configs = _loaded(plan_mesh(UpConfig(ssd_dir=Path("/data/kv"), ssd_bytes=3 << 30), RUN_DIR, 8000))
+    configs = _loaded(plan_mesh(UpConfig(nodes=2, ssd_dir=Path("/data/kv"), ssd_bytes=3 << 30), RUN_DIR, 8000))
     stores = [configs["messenger0"], configs["messenger1"]]
     assert all(isinstance(store, MessengerConfig) for store in stores)
     assert [(store.ssd_dir, store.ssd_bytes) for store in stores if isinstance(store, MessengerConfig)] == [

@@ -19,7 +19,7 @@ from mooncake_mesh.cli.topology import ChildSpec, plan_mesh
 from mooncake_mesh.config import UpConfig
 from mooncake_mesh.errors import ConfigError
 
-NAMES = ("conductor", "gateway0", "messenger0", "messenger1", "prefill0", "decode0")
+NAMES = ("conductor", "gateway0", "messenger0", "prefill0", "decode0")
 STAY = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); record(); signal.pause()"
 SERVE_READY = """
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))

@@ -2,7 +2,8 @@
 
 ::
 
-    node0: messenger0, prefill0 …        node1: messenger1, decode0 …        and one gateway, one conductor (or several)
+    node0: messenger0, prefill0 …, decode0 …                              and one gateway, one conductor (or several)
+    of two: decode0 … on node1 with messenger1
 
 Everything but HTTP goes through Unix sockets in one folder.
 """
@@ -35,6 +36,24 @@ class MeshPlan:
     conductor_endpoint: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Node:
+    number: int
+    conductor: str
+
+    @property
+    def node_id(self) -> str:
+        return f"node{self.number}"
+
+    @property
+    def messenger(self) -> str:
+        return f"messenger{self.number}"
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {"node_id": self.node_id, "conductor": self.conductor}
+
+
 def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
     """ValueError (``run_dir: …``) where the folder's path is too long for sockets."""
     sdk = _ipc(run_dir, "sdk")
@@ -62,36 +81,11 @@ def plan_mesh(config: UpConfig, run_dir: Path, port: int) -> MeshPlan:
             **shared,
         ),
     ]
-    for number, (role, count) in enumerate((("prefill", config.prefill), ("decode", config.decode))):
-        node = {"node_id": f"node{number}", "conductor": conductor}
-        messenger = _ipc(run_dir, f"messenger{number}")
-        children.append(
-            _child(
-                "messenger",
-                f"messenger{number}",
-                StopStage.MESSENGERS,
-                bind=messenger,
-                run_dir=run_dir,
-                arena_bytes=config.arena_bytes,
-                pages=config.pages,
-                commit=config.commit,
-                transport=config.transport,
-                **_ssd(config, node["node_id"]),
-                **node,
-                **shared,
-            )
-        )
-        worker = {"messenger": messenger, **node, **_engine(config, run_dir), **shared}
-        if role == "prefill":
-            worker["chunk_tokens"] = config.chunk_tokens
-        else:
-            worker["forming_s"] = config.forming_s
+    nodes = [_Node(number=number, conductor=conductor) for number in range(config.nodes)]
+    children += [_messenger(config, run_dir, node, shared) for node in nodes]
+    for node, role, count in ((nodes[0], "prefill", config.prefill), (nodes[-1], "decode", config.decode)):
         for index in range(count):
-            name = f"{role}{index}"
-            if role == "prefill" and config.prefill_stages > 1:
-                children += _stages(config, name, run_dir, worker)
-            else:
-                children.append(_child(role, name, StopStage.WORKERS, bind=_ipc(run_dir, name), **worker))
+            children += _worker(config, run_dir, node, role, index, shared)
     return MeshPlan(children=tuple(children), sdk_endpoint=sdk, conductor_endpoint=conductor)
 
 
@@ -102,6 +96,38 @@ def _conductor(config: UpConfig, run_dir: Path, number: int, shared: dict[str, A
     etcd = {"etcd": config.etcd} if config.etcd.urls else {}
     name = f"conductor{which}"
     return _child("conductor", name, StopStage.CONDUCTOR, bind=endpoint, publish=publish, **etcd, **shared), endpoint
+
+
+def _messenger(config: UpConfig, run_dir: Path, node: _Node, shared: dict[str, Any]) -> ChildSpec:
+    return _child(
+        "messenger",
+        node.messenger,
+        StopStage.MESSENGERS,
+        bind=_ipc(run_dir, node.messenger),
+        run_dir=run_dir,
+        arena_bytes=config.arena_bytes,
+        pages=config.pages,
+        commit=config.commit,
+        transport=config.transport,
+        **_ssd(config, node.node_id),
+        **node.flags,
+        **shared,
+    )
+
+
+def _worker(
+    config: UpConfig, run_dir: Path, node: _Node, role: str, index: int, shared: dict[str, Any]
+) -> list[ChildSpec]:
+    """The processes of one instance."""
+    name = f"{role}{index}"
+    settings = {"messenger": _ipc(run_dir, node.messenger), **node.flags, **_engine(config, run_dir), **shared}
+    if role == "prefill":
+        settings["chunk_tokens"] = config.chunk_tokens
+        if config.prefill_stages > 1:
+            return _stages(config, name, run_dir, settings)
+    else:
+        settings["forming_s"] = config.forming_s
+    return [_child(role, name, StopStage.WORKERS, bind=_ipc(run_dir, name), **settings)]
 
 
 def _stages(config: UpConfig, name: str, run_dir: Path, worker: dict[str, Any]) -> list[ChildSpec]:
