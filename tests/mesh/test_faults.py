@@ -1,6 +1,8 @@
 """What dies, stalls or leaves while requests run; the texts must be those of an undisturbed mesh."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 
@@ -55,6 +57,10 @@ def _mended(mesh: Mesh) -> Mesh:
 
 def _stream(mesh: Mesh, prompt: str, max_tokens: int = TOKENS) -> Stream:
     return Stream(mesh.http, prompt, max_tokens)
+
+
+def _more_than(answers: Sequence[clients.Answer], n: int) -> bool | None:
+    return len(answers) > n or None
 
 
 def _other(name: str) -> str:
@@ -163,6 +169,31 @@ def test_running_streams_do_not_need_the_conductor(small_mesh: Mesh) -> None:
         assert stream.result() == clients.expected_text("the conductor dies", TOKENS)
     after = [event["job_id"] for event in mesh.logs("decode0") if event["event"] == "kv_landed"]
     assert after == landed, "the request was placed again"
+
+
+def test_requests_that_come_while_the_conductor_restarts_wait_for_it_and_its_members(small_mesh: Mesh) -> None:
+    """A new conductor can be asked before the workers have registered: "nobody is there" would be no answer."""
+    mesh, stop = small_mesh, threading.Event()
+    answers: list[clients.Answer] = []
+
+    def ask() -> None:
+        while not stop.is_set():
+            answers.append(
+                clients.post(mesh.http, "/v1/completions", clients.completion_fields("asked again and again", 2))
+            )
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        for _ in range(3):
+            mesh.kill("conductor")
+            mesh.start("conductor")
+            before = len(answers)
+            mesh.wait(partial(_more_than, answers, before + 1), what="an answer of the new conductor's")
+    finally:
+        stop.set()
+        asking.join()
+    assert {answer.status for answer in answers} == {200}, [answer.body for answer in answers]
 
 
 def test_the_work_of_a_killed_gateway_is_dropped(small_mesh: Mesh) -> None:

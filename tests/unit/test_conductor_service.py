@@ -9,12 +9,13 @@ from mooncake_mesh.conductor import service
 from mooncake_mesh.conductor.making import conductor_core
 from mooncake_mesh.conductor.service import ConductorService
 from mooncake_mesh.config import ConductorConfig
+from mooncake_mesh.errors import NotLeader
 from mooncake_mesh.mesh import endpoint
 from mooncake_mesh.mesh.runtime import Lifecycle
-from mooncake_proto.control import CancelCall, Health, Load, Member, Role
+from mooncake_proto.control import CancelCall, Failure, Health, Load, Member, Role
 from mooncake_proto.envelope import Envelope
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, MessageId, NodeId
-from mooncake_proto.serving import Rejected, Schedule
+from mooncake_proto.serving import Schedule
 from tests.unit.mesh_doubles import ANY_PORT, Run, ScriptedRouter, on_both_loops, until
 
 
@@ -42,7 +43,8 @@ def test_what_is_cancelled_before_its_turn_is_not_placed(run: Run[None], monkeyp
             lifecycle.stop("the test is over")
         (envelope, answer), *others = router.sent
         assert (envelope.re, others) == ("waits", [])
-        assert isinstance(answer, Rejected)
+        assert isinstance(answer, Failure)
+        assert answer.code == NotLeader.code, "it has just begun"
         assert core.rejected_total == 1  # the mesh is empty: what was not asked for was not refused either
 
     run(scenario())

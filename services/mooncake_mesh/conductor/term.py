@@ -196,9 +196,9 @@ class Term:
         return result
 
     def _check_settled(self, refusal: Rejected) -> None:
-        """Right after a takeover whoever asks is to ask again: the workers register within a beat or two."""
-        if self._mandate.epoch and refusal.unavailable and monotonic() - self._began_s < _SETTLED_S:
-            raise NotLeader(f"this conductor has just taken over: {refusal.reason}")
+        """Right after a start or a takeover whoever asks is to ask again: the workers register within a beat or two."""
+        if refusal.unavailable and monotonic() - self._began_s < _SETTLED_S:
+            raise NotLeader(f"this conductor has just begun: {refusal.reason}")
 
     def _outcomes(self, batch: Outcomes) -> None:
         self._core.outcomes(batch, monotonic())
