@@ -267,7 +267,8 @@ class InlinePrefill:
 @message("serving.decode_job")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeJob:
-    """Expect the KV of ``tokens`` under ``transfer_id``, or compute it by ``inline_prefill``; then decode.
+    """Expect the KV of ``tokens`` under ``transfer_id`` from the messenger at ``kv_from``, or compute it by
+    ``inline_prefill``; then decode.
 
     ``key_root`` continues the chain of block keys. With a ``gate`` decoding begins when that lets it, which the
     gateway hears by DecodeGranted; ``first_token_within_s`` is what is left of the time to the first token. Lower
@@ -290,6 +291,7 @@ class DecodeJob:
     tenant: str = ""
     inline_prefill: InlinePrefill | None = None
     priority: int = 0
+    kv_from: str = ""
 
 
 @message("serving.first_token")

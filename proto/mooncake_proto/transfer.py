@@ -59,7 +59,8 @@ class Acquire:
     computed), and SSD is read for none beyond ``read_limit_blocks``. They count for ``tenant``, who may have a quota.
     With ``fetch_from`` the messenger first tries to copy missing prefix blocks from that messenger. With
     ``landing`` set, the fresh blocks below ``landing_blocks`` are opened for that transfer, and the answer comes when
-    their KV has landed (``Acquired.landed``) or the transfer has failed.
+    their KV has landed (``Acquired.landed``) or the transfer has failed. Where the sender's messenger
+    (``landing_from``) is the one that is asked, nothing is reserved before: the job gets the sender's blocks.
     Answered by Acquired or by Failure. Waits for room; cancelling the call or its deadline ends the wait.
     """
 
@@ -74,6 +75,7 @@ class Acquire:
     landing: TransferId | None = None
     landing_blocks: Natural = 0
     landing_layers: Natural = 0
+    landing_from: str = ""
     tenant: str = ""
     read_limit_blocks: Natural | None = None
 

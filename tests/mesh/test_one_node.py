@@ -1,9 +1,12 @@
 """Prefill and decode on one node: both have blocks of a request in the same arena."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
+from mooncake_mesh.engine.fake import FakeConfig
+from mooncake_mesh.kv.layout import KvDtype, KvLayout
 from tests.mesh import clients
 from tests.mesh.clients import Stream
 from tests.mesh.harness import Mesh
@@ -43,6 +46,27 @@ def test_nothing_is_held_afterwards(mesh: Mesh) -> None:
     for number in range(5):
         clients.complete(mesh.http, f"{number} {PROMPT}", 30)
     mesh.wait_idle()
+
+
+def test_prompts_that_fill_the_arena_do_not_wait_for_room_that_they_take_themselves() -> None:
+    """Each has seven of 128 blocks, and is decoded in those: 24 at once are computed long before they are decoded."""
+    wide = ["--fake-head-dim=32"]
+    flags = {"prefill": [*wide, "--fake-prefill-s-per-token=0.0005"], "decode": [*wide, "--fake-decode-s-base=0.005"]}
+    layout = KvLayout(layers=2, kv_heads=2, head_dim=32, dtype=KvDtype.BFLOAT16, block_tokens=16)
+    config = FakeConfig(name="fake", layout=layout)
+    with Mesh(prefill_nodes=(0,), decode_nodes=(0,), arena_bytes="1MiB", flags=flags) as mesh, ExitStack() as kept:
+        prompts = [f"{number} " + "x" * 100 for number in range(24)]
+        streams = [kept.enter_context(Stream(mesh.http, prompt, 30)) for prompt in prompts]
+        for stream in streams:
+            stream.wait_over()
+        served = [stream for stream in streams if stream.status == 200]
+        refusals = {str(error) for stream in streams for error in stream.errors}
+        assert all("kv_in_progress" in refusal for refusal in refusals), refusals
+        assert len(served) >= 128 // 8
+        assert [stream.result() for stream in served] == [
+            clients.expected_text(stream.prompt, 30, config) for stream in served
+        ]
+        mesh.wait_idle()
 
 
 # --- losses: each worker and the one messenger, while a prompt is computed and while it is decoded --------------------

@@ -117,6 +117,7 @@ class Naive:
         self.owner[block] = taker
         self.generation[block] += 1
         self.held[giver].remove(block)
+        self.held.setdefault(taker, []).append(block)
         if not self.held[giver]:
             self.release(giver)
 
@@ -234,40 +235,41 @@ class PoolMachine(RuleBasedStateMachine):
         if mine:
             self.seal(holder, mine[0], key)
 
-    @rule(holder=holders, block=blocks, pick=st.integers(0, N_BLOCKS), giver=holders | st.just(""))
-    def exchange(self, holder: str, block: BlockId, pick: int, giver: str) -> None:
+    @rule(holder=holders, block=blocks, pick=st.integers(0, N_BLOCKS))
+    def exchange(self, holder: str, block: BlockId, pick: int) -> None:
         """Its own block, if it has one, for any other."""
         mine = [b for b, owner in self.model.owner.items() if owner == holder]
         own = mine[pick % len(mine)] if mine and pick else block
-        given = [b for b, owner in self.model.owner.items() if owner == giver != holder]
-        twins = [*sorted(self.model.key), *given]
-        twin = twins[pick % len(twins)] if twins else block
+        sealed = sorted(self.model.key)
+        twin = sealed[pick % len(sealed)] if sealed else block
         held = self.model.held.get(holder, [])
-        is_given = twin in given and not self.model.writes.get(twin)
-        if not self._is_quiet_of(holder, own) or twin in held or not (twin in self.model.key or is_given):
+        if not self._is_quiet_of(holder, own) or twin not in self.model.key or twin in held:
             with pytest.raises(InvalidTransition):
-                self.pool.exchange(holder, {own: twin}, giver=giver)
+                self.pool.exchange(holder, {own: twin})
             return
-        self.pool.exchange(holder, {own: twin}, giver=giver)
+        self.pool.exchange(holder, {own: twin})
         held[held.index(own)] = twin
+        self.model.uses[twin] += 1
         self.model.given_up[own] = self.model.tick()
         del self.model.owner[own]
         self.model.generation[own] += 1
-        if is_given:
-            self.model.given(twin, giver, holder)
-        else:
-            self.model.uses[twin] += 1
 
-    @rule(n=st.integers(1, 3), key=keys, is_sealed=st.booleans())
-    def hand_over(self, n: int, key: BlockKey, is_sealed: bool) -> None:
-        """The common case: what one job has computed, sealed or not, takes the place of what another has reserved."""
-        for holder in ("job-a", "job-b"):
-            self.reserve(holder, n, None, "")
-        if is_sealed:
-            self.seal_own("job-a", key)
-        given = [b for b, owner in self.model.owner.items() if owner == "job-a"]
-        for pick in range(len(self.model.key) + len(given)):
-            self.exchange("job-b", BlockId(0), pick + 1, "job-a")
+    @rule(giver=holders, taker=holders, block=blocks, n=st.integers(0, N_BLOCKS), any_block=st.booleans())
+    def give(self, giver: str, taker: str, block: BlockId, n: int, any_block: bool) -> None:
+        """The first of what somebody has, for the most part: what a prompt's job leaves to the one that decodes."""
+        model = self.model
+        held, mine = model.held.get(giver, []), model.held.get(taker, [])
+        wanted = [block] if any_block else held[:n]
+        if not all(b in held and b not in mine and (b in model.key or self._is_quiet_of(giver, b)) for b in wanted):
+            with pytest.raises(InvalidTransition):
+                self.pool.give(giver, taker, wanted)
+            return
+        self.pool.give(giver, taker, wanted)
+        for one in list(wanted):
+            if one in model.key:
+                model.hold(taker, one)
+            else:
+                model.given(one, giver, taker)
 
     def _is_quiet_of(self, holder: str, block: BlockId) -> bool:
         return self.model.owner.get(block) == holder and not self.model.writes.get(block)

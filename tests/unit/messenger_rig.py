@@ -11,7 +11,6 @@ from mooncake_mesh.kv.block_hash import join_keys
 from mooncake_mesh.mesh.arena import Holder
 from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.cut_arena import CutArena
-from mooncake_mesh.messenger.hand_over import HandOvers
 from mooncake_mesh.messenger.receiver import Receiver
 from mooncake_mesh.messenger.sender import Sender
 from mooncake_mesh.messenger.ssd import NodeSsd
@@ -84,7 +83,6 @@ class Rig:
             rdma=None,
             on_written=self.cut.pool_changed,
         )
-        self.cut.hand_overs = HandOvers(self.core, self.receiver.changed)
         self.sender = self.cut.sender = Sender(
             arena,
             info,

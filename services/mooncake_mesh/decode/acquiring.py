@@ -36,6 +36,7 @@ def blocks_request(sequence: DecodeSequence, layout: KvLayout, me: Holder) -> Ac
         landing=job.transfer_id,
         landing_blocks=layout.blocks_for(sequence.prompt_tokens),
         landing_layers=layout.layers,
+        landing_from=job.kv_from,
     )
 
 

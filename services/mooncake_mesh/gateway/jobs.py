@@ -59,6 +59,7 @@ def start_jobs(
         tenant=request.tenant,
         inline_prefill=inline,
         priority=request.priority,
+        kv_from="" if inline is not None else placement.prefill.messenger_endpoint,
     )
     if inline is not None:
         return StartJobs(placement=placement, prefill=None, decode=decode)

@@ -211,27 +211,39 @@ class BlockPool:
         self._events.append(PoolEvent(change=KvChange.STORED, key=key))
         return Sealed(block=block)
 
-    def exchange(self, holder: str, twins: Mapping[BlockId, BlockId], *, giver: str = "") -> None:
-        """Give each key of *twins*, which *holder* has reserved and nobody writes, back for its value, which takes its
-        place in the holder's chain: a reference to a sealed block, or one that *giver* has reserved and loses."""
-        mine, given = self._held.get(holder, {}), self._held.get(giver, {})
+    def exchange(self, holder: str, twins: Mapping[BlockId, BlockId]) -> None:
+        """Give each key of *twins*, which *holder* has reserved and nobody writes, back for a reference to its value, a
+        sealed block with the same content, which takes its place in the holder's chain."""
+        mine = self._held.get(holder, {})
         for own, twin in twins.items():
-            if not self._is_quiet(own, mine):
+            if own not in mine or not self._get(own).is_quiet:
                 raise self._illegal(own, f"exchanged by {holder}")
-            if twin in mine or not (self._get(twin).state is BlockState.SEALED or self._is_quiet(twin, given)):
+            if twin in mine or self._get(twin).state is not BlockState.SEALED:
                 raise self._illegal(twin, f"taken by {holder} for a twin")
         if not twins:
             return
         self._held[holder] = {twins.get(block, block): None for block in mine}
         for own, twin in twins.items():
-            if self._blocks[twin].state is BlockState.SEALED:
-                self._refer(twin)
-            else:
-                del given[twin]
-                self._blocks[twin].generation += 1  # what the giver was allowed to write it is no more
+            self._refer(twin)
             self._blocks[own].references = 0
             self._become_free(own)
-        if giver and not given:
+
+    def give(self, giver: str, taker: str, blocks: Sequence[BlockId]) -> None:
+        """Let *taker*, who has none of them, have *blocks* of *giver*, in this order: references to those that are
+        sealed, and those that *giver* has reserved and nobody writes for its own."""
+        given, mine = self._held.get(giver, {}), self._held.get(taker, {})
+        for block in blocks:
+            if block in mine or block not in given or not (self._blocks[block].key or self._blocks[block].is_quiet):
+                raise self._illegal(block, f"given to {taker}")
+        for block in blocks:
+            if self._blocks[block].is_quiet:
+                del given[block]
+                self._blocks[block].generation += 1  # the giver's right to write it ends
+            else:
+                self._refer(block)
+            mine[block] = None
+        self._keep(taker, mine, None)
+        if not given:
             self.release(giver)
 
     def release(self, holder: str) -> None:
@@ -356,11 +368,6 @@ class BlockPool:
             self._victims.remove(block)
         record.references += 1
         record.history.uses += 1
-
-    def _is_quiet(self, block: BlockId, held: Mapping[BlockId, None]) -> bool:
-        """Whether it is one of *held* that is reserved and that nobody writes."""
-        record = self._get(block)
-        return block in held and record.state is BlockState.RESERVED and not record.writers
 
     def _illegal(self, block: BlockId, move: str) -> InvalidTransition:
         return InvalidTransition(f"block {block}", old=self._blocks[block].state.value, new=move)

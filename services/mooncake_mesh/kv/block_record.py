@@ -36,3 +36,8 @@ class BlockRecord:
     key: BlockKey | None = None
     tenant: str = ""
     history: BlockHistory = field(default_factory=BlockHistory)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Reserved, and nobody writes it now."""
+        return self.state is BlockState.RESERVED and not self.writers

@@ -4,7 +4,7 @@ Every job belongs to one worker process (instance and incarnation); when that pr
 A transfer into a job's blocks is a landing; it ends before or with its job.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -85,6 +85,53 @@ class MessengerCore:
 
         Raises InvalidRequest for a job that exists, or that could never fit; NoRoom means not now.
         """
+        self._check(request)
+        if request.landing is not None and request.landing in self._landings:
+            raise InvalidRequest(f"transfer {request.landing} lands in another job", param="landing")
+        keys = list(split_keys(request.keys))
+        cached = self.pool.match(keys[: min(request.max_cached_blocks, request.n_blocks)])
+        holder = _holder(request.job_id)
+        self.pool.hold(holder, cached)
+        fresh = self.pool.reserve(holder, request.n_blocks - len(cached), tenant=request.tenant)
+        if isinstance(fresh, NoRoom):
+            self.pool.release(holder)
+            return fresh
+        job = self._enter(request, [*cached, *fresh])
+        if request.landing is not None:
+            last = min(request.landing_blocks, request.n_blocks)
+            self._open(job, request.job_id, request.landing, range(len(cached), last), request.landing_layers, now_s)
+        return Acquired(job_id=request.job_id, blocks=tuple(job.blocks), cached_blocks=len(cached))
+
+    def take_over(self, request: Acquire, outbound: Outbound) -> Acquired | NoRoom:
+        """Blocks for a job that a job of this arena sends its prompt: those of that one, which may write none of them
+        any more, and fresh ones behind them. All or nothing.
+
+        Raises as :meth:`acquire`, and SliceLost when the sender has not written all that the job wants.
+        """
+        self._check(request)
+        prompt = range(min(request.landing_blocks, request.n_blocks))
+        if not outbound.has_all(prompt):
+            raise SliceLost(f"transfer {outbound.transfer_id}: not all slices were written")
+        given = self._jobs[outbound.job_id].blocks[: request.n_blocks]
+        more = request.n_blocks - len(given)
+        if more > self.pool.available_to(request.tenant):
+            return NoRoom(wanted_blocks=more, available_blocks=self.pool.available_to(request.tenant))
+        holder = _holder(request.job_id)
+        self.pool.give(_holder(outbound.job_id), holder, given)
+        fresh = self.pool.reserve(holder, more, tenant=request.tenant)
+        assert not isinstance(fresh, NoRoom), "there was room a moment ago"
+        job = self._enter(request, [*given, *fresh])
+        private = [logical for logical in prompt if self.pool.key(job.blocks[logical]) is None]
+        self._store_once(request.job_id, job, self._seal_whole(request.job_id, job, private))
+        return Acquired(job_id=request.job_id, blocks=tuple(job.blocks), cached_blocks=0)
+
+    def _enter(self, request: Acquire, blocks: list[BlockId]) -> _Job:
+        keys = list(split_keys(request.keys))
+        job = _Job(request.instance_id, request.incarnation, blocks, keys, request.tenant)
+        self._jobs[request.job_id] = job
+        return job
+
+    def _check(self, request: Acquire) -> None:
         if request.job_id in self._jobs:
             raise InvalidRequest(f"job {request.job_id} has its blocks already", param="job_id")
         if request.n_blocks > self.pool.n_blocks:
@@ -94,22 +141,6 @@ class MessengerCore:
             raise InvalidRequest(f"{request.n_blocks} blocks exceed the tenant's quota of {quota}", param="n_blocks")
         if request.landing is not None:
             self._check_layers(request.landing_layers, "landing_layers")
-            if request.landing in self._landings:
-                raise InvalidRequest(f"transfer {request.landing} lands in another job", param="landing")
-        keys = list(split_keys(request.keys))
-        cached = self.pool.match(keys[: min(request.max_cached_blocks, request.n_blocks)])
-        holder = _holder(request.job_id)
-        self.pool.hold(holder, cached)
-        fresh = self.pool.reserve(holder, request.n_blocks - len(cached), tenant=request.tenant)
-        if isinstance(fresh, NoRoom):
-            self.pool.release(holder)
-            return fresh
-        job = _Job(request.instance_id, request.incarnation, [*cached, *fresh], keys, request.tenant)
-        self._jobs[request.job_id] = job
-        if request.landing is not None:
-            last = min(request.landing_blocks, request.n_blocks)
-            self._open(job, request.job_id, request.landing, range(len(cached), last), request.landing_layers, now_s)
-        return Acquired(job_id=request.job_id, blocks=tuple(job.blocks), cached_blocks=len(cached))
 
     def grow(self, job_id: JobId, wanted: int) -> list[BlockId]:
         """Up to *wanted* more blocks for a job; none when the pool has none or the job is gone."""
@@ -256,6 +287,14 @@ class MessengerCore:
         self._jobs[job_id] = job
         return self._open(job, job_id, transfer_id, range(len(keys)), _WHOLE, now_s)
 
+    def not_taken(self, transfer_id: TransferId, why: str) -> None:
+        """Nobody waits any more for what a job of this arena sends."""
+        self._endings.ended(transfer_id, why)
+
+    def take_given_up(self, transfer_id: TransferId) -> str | None:
+        """Why the sender of a transfer gave up before it was received, if it did. Forgotten then."""
+        return self._endings.take_given_up(transfer_id)
+
     def give_up(self, transfer_id: TransferId, why: str) -> Landing | None:
         """The sender sends no more: fail the landing, or, where there is none yet, the one that is opened for it later.
 
@@ -275,33 +314,24 @@ class MessengerCore:
         """
         if landing.state is not LandingState.LANDED or landing.transfer_id not in self._landings:
             return
-        job, holder = self._jobs[landing.job_id], _holder(landing.job_id)
-        twins: dict[BlockId, BlockId] = {}
-        for slot in landing.slots:
-            if slot.logical < len(job.keys) and self.pool.may_write(BlockId(slot.block), slot.generation):
-                outcome = self.pool.seal(holder, BlockId(slot.block), job.keys[slot.logical])
-                if isinstance(outcome, Duplicate):
-                    twins[outcome.block] = outcome.other
+        job = self._jobs[landing.job_id]
+        mine = [slot for slot in landing.slots if self.pool.may_write(BlockId(slot.block), slot.generation)]
+        twins = self._seal_whole(landing.job_id, job, [slot.logical for slot in mine])
         if not _is_fetch(landing):  # that one is about to end
-            self.pool.exchange(holder, twins)
-            job.blocks = [twins.get(block, block) for block in job.blocks]
+            self._store_once(landing.job_id, job, twins)
 
-    def hand_over(self, outbound: Outbound, landing: Landing, now_s: float) -> None:
-        """Land what a job of this arena sends to another: that one gets its blocks for its own. The sender may write
-        none of them any more.
+    def _seal_whole(self, job_id: JobId, job: _Job, logicals: Iterable[int]) -> dict[BlockId, BlockId]:
+        """Share those of a job's blocks that have a key; the twins of those whose key is taken."""
+        outcomes = [
+            self.pool.seal(_holder(job_id), job.blocks[logical], job.keys[logical])
+            for logical in logicals
+            if logical < len(job.keys)
+        ]
+        return {outcome.block: outcome.other for outcome in outcomes if isinstance(outcome, Duplicate)}
 
-        Raises SliceLost when the landing has failed, or the sender has not written all that it wants.
-        """
-        if landing.state is LandingState.FAILED:
-            raise SliceLost(f"transfer {landing.transfer_id} has ended: {landing.failure}")
-        if not outbound.has_all(slot.logical for slot in landing.slots):
-            raise SliceLost(f"transfer {landing.transfer_id}: not all slices were written")
-        sender, job = self._jobs[outbound.job_id], self._jobs[landing.job_id]
-        twins = {BlockId(slot.block): sender.blocks[slot.logical] for slot in landing.slots}
-        self.pool.exchange(_holder(landing.job_id), twins, giver=_holder(outbound.job_id))
+    def _store_once(self, job_id: JobId, job: _Job, twins: dict[BlockId, BlockId]) -> None:
+        self.pool.exchange(_holder(job_id), twins)
         job.blocks = [twins.get(block, block) for block in job.blocks]
-        landing.handed([self._slot(job, slot.logical) for slot in landing.slots], now_s)
-        self.settle(landing)
 
     def blocks_of(self, job_id: JobId) -> tuple[BlockId, ...]:
         """A job's blocks in logical order; none of one that is gone."""

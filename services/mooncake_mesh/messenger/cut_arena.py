@@ -76,7 +76,6 @@ class CutArena:
         self.core = core
         self.receiver: Receiver
         self.sender: Sender
-        self.hand_overs: HandOvers
         self._ssd = ssd
         self._publisher = publisher
         self._peers = peers
@@ -84,6 +83,7 @@ class CutArena:
         self._me = me
         self._endpoint = endpoint
         self._room = Bell()
+        self.hand_overs = HandOvers(core, self._room)
         self._copies = 0
         self._recent_copies: deque[tuple[int, float]] = deque(maxlen=_RECENT_COPIES)
         self._fetches: dict[TransferId, str] = {}
@@ -125,14 +125,16 @@ class CutArena:
         nobody would ever release what it got.
         """
         core, receiver = self.core, self.receiver
-        self._check_attached(request)
+        self._check_wanted(request)
+        if request.landing is not None and request.landing_from == self._endpoint:
+            acquired = await self.hand_overs.take(request, request.landing, lambda: self._check_wanted(request))
+            self._publish()
+            return acquired
         if request.fetch_from and request.fetch_blocks:
             await self._fetch_prefix(request)
 
         def attempt() -> Acquired | None:
-            self._check_attached(request)
-            if request.job_id in self._released:
-                raise SliceLost(f"job {request.job_id} was released before it had any blocks")
+            self._check_wanted(request)
             result = core.acquire(request, monotonic())
             return None if isinstance(result, NoRoom) else result
 
@@ -147,6 +149,12 @@ class CutArena:
         receiver.changed.ring()
         landed = await receiver.landed(request.landing)
         return replace(acquired, landed=landed, blocks=core.blocks_of(request.job_id) or acquired.blocks)
+
+    def _check_wanted(self, request: Acquire) -> None:
+        """Raises PeerUnreachable, or SliceLost for a job that was released before it had any blocks."""
+        self._check_attached(request)
+        if request.job_id in self._released:
+            raise SliceLost(f"job {request.job_id} was released before it had any blocks")
 
     def _check_attached(self, request: Acquire | OpenWrite) -> None:
         if request.incarnation not in self._attached:

@@ -1,48 +1,55 @@
-"""Transfers between two jobs of one arena: at the end the receiver's job has the sender's blocks, and no byte moved.
+"""Transfers between two jobs of one arena: at the end the receiver has the sender's blocks, and no byte has moved.
 
-Prefill and decode on one machine need no transport: what prefill wrote for a request is where decode would put it.
-While it is written nothing happens here but bookkeeping; then the receiver gives its fresh blocks for the sender's.
+Prefill and decode on one machine need no transport: what prefill wrote for a request is where decode would have it. The
+receiver reserves nothing before. So a prompt takes the room of one, and those that are computed never wait for room
+that they take themselves.
 """
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Final
 
-from mooncake_mesh.errors import SliceLost
+from mooncake_mesh.errors import MooncakeError, SliceLost
+from mooncake_mesh.kv.block_pool import NoRoom
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.messenger.core import MessengerCore
-from mooncake_mesh.messenger.endings import Ended
 from mooncake_mesh.messenger.landing import Landing
 from mooncake_mesh.messenger.sending import Outbound
 from mooncake_proto.ids import TransferId
-from mooncake_proto.transfer import SendReport, SliceReady
+from mooncake_proto.transfer import Acquire, Acquired, Landed, SendReport, SliceReady
 
 WITHIN: Final = "arena"
 """What stands for a transport where there is none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _UnderWay:
+@dataclass(slots=True)
+class _Sending:
     started_s: float
     deadline_s: float
+    is_finishing: bool = False
+    is_taken: bool = False
 
 
 class HandOvers:
-    """All such transfers under way. *changed* is rung, and rings, when landings open and end."""
+    """All such transfers under way. *changed* rings for them, and for whatever changes the pool."""
 
     def __init__(self, core: MessengerCore, changed: Bell) -> None:
         self._core = core
         self._changed = changed
-        self._under_way: dict[TransferId, _UnderWay] = {}
+        self._sending: dict[TransferId, _Sending] = {}
         self.transports: set[str] = set()
 
+    # --- the sender ---------------------------------------------------------------------------------------------------
+
     def __contains__(self, transfer_id: TransferId) -> bool:
-        return transfer_id in self._under_way
+        """Whether its sender is here, and not over."""
+        return transfer_id in self._sending
 
     def start(self, outbound: Outbound, deadline_s: float) -> None:
         """Begin a transfer; slices follow by :meth:`announce`."""
-        self._under_way[outbound.transfer_id] = _UnderWay(started_s=monotonic(), deadline_s=deadline_s)
+        self._sending[outbound.transfer_id] = _Sending(started_s=monotonic(), deadline_s=deadline_s)
 
     def announce(self, ready: SliceReady) -> None:
         """Slices of a running transfer are written. Raises SliceLost outside its blocks."""
@@ -51,43 +58,73 @@ class HandOvers:
             outbound.ready(ready)
 
     async def finish(self, transfer_id: TransferId) -> SendReport:
-        """Wait for the landing, and hand over. Raises SliceLost when none comes, or some slice was not written."""
-        way = self._under_way[transfer_id]
+        """All is written: wait until it is taken. Raises SliceLost when nobody takes it."""
+        sending = self._sending[transfer_id]
+        sending.is_finishing = True
+        self._changed.ring()
         try:
-            async with asyncio.timeout(way.started_s + way.deadline_s - monotonic()):
-                outbound, landing = await self._changed.until(lambda: self._met(transfer_id))
+            async with asyncio.timeout(sending.started_s + sending.deadline_s - monotonic()):
+                await self._changed.until(lambda: self._is_taken(transfer_id, sending))
         except TimeoutError:
-            raise SliceLost(f"transfer {transfer_id} took over {way.deadline_s:g} s") from None
+            raise SliceLost(f"transfer {transfer_id} took over {sending.deadline_s:g} s") from None
         self.transports.add(WITHIN)
         return SendReport(
             transfer_id=transfer_id,
             transport=WITHIN,
             sent_bytes=0,
             overlapped_bytes=0,
-            skipped_blocks=outbound.n_blocks - self._handed(outbound, landing),
-            elapsed_s=monotonic() - way.started_s,
+            skipped_blocks=0,
+            elapsed_s=monotonic() - sending.started_s,
         )
 
-    def _handed(self, outbound: Outbound, landing: Landing | Ended) -> int:
-        """How many blocks have changed hands. A landing that is over wanted none, or raises SliceLost."""
-        if isinstance(landing, Landing):
-            self._core.hand_over(outbound, landing, monotonic())
-            self._changed.ring()
-            return len(landing.slots)
-        if landing.failure:
-            raise SliceLost(f"transfer {outbound.transfer_id} has ended: {landing.failure}")
-        return 0
+    def _is_taken(self, transfer_id: TransferId, sending: _Sending) -> bool | None:
+        """None while that is open. Raises SliceLost."""
+        if self._core.outbound(transfer_id) is None:
+            raise SliceLost(f"transfer {transfer_id}: the sender's job was released")
+        if sending.is_taken:
+            return True
+        ended = self._core.landing_or_end(transfer_id)
+        if ended is None:
+            return None
+        if isinstance(ended, Landing):
+            raise SliceLost(f"transfer {transfer_id}: its receiver waits for blocks of another node")
+        raise SliceLost(f"transfer {transfer_id} has ended: {ended.failure}")
 
     def forget(self, transfer_id: TransferId, why: str) -> None:
-        """A job of the transfer is over. If it is the sender's, a landing that still waits has failed."""
-        if transfer_id in self._under_way and self._core.outbound(transfer_id) is None:
-            del self._under_way[transfer_id]
-            self._core.give_up(transfer_id, why)
+        """A job of the transfer is over. If it is the sender's, nothing of it can be taken any more."""
+        if transfer_id in self._sending and self._core.outbound(transfer_id) is None:
+            if not self._sending.pop(transfer_id).is_taken:
+                self._core.give_up(transfer_id, why)
             self._changed.ring()
 
-    def _met(self, transfer_id: TransferId) -> tuple[Outbound, Landing | Ended] | None:
-        outbound = self._core.outbound(transfer_id)
-        if outbound is None:
-            raise SliceLost(f"transfer {transfer_id}: the sender's job was released")
-        landing = self._core.landing_or_end(transfer_id)
-        return None if landing is None else (outbound, landing)
+    # --- the receiver -------------------------------------------------------------------------------------------------
+
+    async def take(self, request: Acquire, transfer_id: TransferId, check: Callable[[], None]) -> Acquired:
+        """The sender's blocks, once they are written. *check* raises when the receiver is gone meanwhile.
+
+        Raises SliceLost when the sender has given up, or what *check* raises.
+        """
+        asked_s = monotonic()
+        try:
+            acquired = await self._changed.until(lambda: self._taken(request, transfer_id, check))
+        except (MooncakeError, asyncio.CancelledError) as error:
+            self._core.not_taken(transfer_id, str(error) or "the receiver's call was cancelled")
+            self._changed.ring()
+            raise
+        self._changed.ring()
+        waited_s = monotonic() - asked_s
+        return replace(acquired, landed=Landed(received_bytes=0, first_slice_s=waited_s, last_slice_s=waited_s))
+
+    def _taken(self, request: Acquire, transfer_id: TransferId, check: Callable[[], None]) -> Acquired | None:
+        check()
+        why = self._core.take_given_up(transfer_id)
+        if why is not None:
+            raise SliceLost(f"transfer {transfer_id}: {why}")
+        outbound, sending = self._core.outbound(transfer_id), self._sending.get(transfer_id)
+        if outbound is None or sending is None or not sending.is_finishing:
+            return None
+        acquired = self._core.take_over(request, outbound)
+        if isinstance(acquired, NoRoom):
+            return None
+        sending.is_taken = True
+        return acquired

@@ -124,14 +124,6 @@ class Landing:
         self._missing = {logical: mask for logical, mask in self._missing.items() if logical < n_blocks}
         self._complete()
 
-    def handed(self, slots: Sequence[Slot], now_s: float) -> None:
-        """All of it has come at once, in blocks that were written before they were the receiver's: *slots*."""
-        self.slots = tuple(slots)
-        self._slot_of = {slot.logical: slot for slot in slots}
-        self._missing = {}
-        self.first_slice_s = self.last_slice_s = now_s
-        self._complete()
-
     def fail(self, why: str) -> None:
         """End an open landing; one that is over stays as it is."""
         if self.state is LandingState.OPEN:

@@ -42,7 +42,6 @@ from mooncake_mesh.mesh.rpc import Caller, Handler, RpcServer
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.cut_arena import CutArena
-from mooncake_mesh.messenger.hand_over import HandOvers
 from mooncake_mesh.messenger.identity import identity_of
 from mooncake_mesh.messenger.publisher import KvPublisher
 from mooncake_mesh.messenger.receiver import Receiver
@@ -265,7 +264,6 @@ class MessengerService:
             config.data_host, config.data_port, view, receiver, secret=receiver.link_secret, identity=self._identity
         )
         receiver.data_host, receiver.data_port = config.advertised_data(self._listener.port)
-        cut.hand_overs = HandOvers(core, receiver.changed)
         cut.sender = Sender(
             view,
             info,

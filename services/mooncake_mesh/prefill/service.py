@@ -75,6 +75,7 @@ class PrefillService:
         self._over = Bell()
         self._acquired = Bell()
         self._tokens_per_s = 0.0
+        self._node_id = config.node_id
         self._part = config.pipeline.part
         self._pipeline: Pipeline | None = None
         if self._part is not None:
@@ -205,12 +206,14 @@ class PrefillService:
     async def _acquire(self, entry: QueuedJob) -> None:
         job = entry.job
         n_blocks = self._layout.blocks_for(entry.prompt_tokens)
+        is_decoded_here = job.decode is not None and job.decode.node_id == self._node_id
         request = Acquire(
             job_id=job.job_id,
             instance_id=self._station.me.instance_id,
             incarnation=self._station.me.incarnation,
             keys=job.keys,
-            n_blocks=n_blocks,
+            # who decodes it gets these blocks, and goes on behind the prompt
+            n_blocks=self._layout.blocks_for(entry.prompt_tokens + 1) if is_decoded_here else n_blocks,
             max_cached_blocks=(entry.prompt_tokens - 1) // self._layout.block_tokens,
             fetch_from=job.fetch_from,
             fetch_blocks=job.fetch_prefix_blocks,
