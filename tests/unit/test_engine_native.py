@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3
 
 from mooncake_mesh.engine.api import DecodeSlot, PrefillChunk, SampleRequest  # noqa: E402
 from mooncake_mesh.engine.attention_kernels import LayerCall  # noqa: E402
+from mooncake_mesh.engine.kv_storage import ArenaPages  # noqa: E402
 from mooncake_mesh.engine.native import kernels as native  # noqa: E402
 from mooncake_mesh.engine.native.compiling import NativeUnavailable, compiled  # noqa: E402
 from mooncake_mesh.engine.native.kernels import Kernels, Places, kernels_for, load  # noqa: E402
@@ -299,6 +300,62 @@ def test_other_shapes_and_numbers_are_left_to_torch(dtype: str, head_dim: int, h
     model.dtype = getattr(torch, dtype)
     layout = KvLayout(layers=1, kv_heads=2, head_dim=head_dim, dtype=KvDtype(dtype), block_tokens=4)
     assert kernels_for(model, layout) is None
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+PAGES = KvLayout(layers=3, kv_heads=2, head_dim=64, dtype=KvDtype.BFLOAT16, block_tokens=4)
+
+
+def bound(kernels: Kernels | None, n_blocks: int = 12) -> ArenaPages:
+    pages = ArenaPages(PAGES, kernels)
+    pages.bind(memoryview(bytearray(n_blocks * PAGES.block_bytes)))
+    return pages
+
+
+@pytest.mark.parametrize("blocks", [[9, 3, 11, 0], [4, 5, 6, 7], [7, 6, 5, 4]])
+@pytest.mark.parametrize(("start", "end"), [(0, 14), (0, 16), (3, 5), (4, 8), (6, 15), (13, 14)])
+def test_pages_and_rows_are_those_of_torch(kernels: Kernels, blocks: list[int], start: int, end: int) -> None:
+    """Rows by head, as contexts have them, and by token, as a projection does."""
+    ours, theirs = bound(kernels), bound(None)
+    for one in (ours, theirs):
+        one.pages.copy_(some(*one.pages.shape))
+    by_head, by_token = some(3, 2, 2, end - start, 64, seed=2), some(end - start, 2, 2, 64, seed=3)
+    for layer, kv in ((0, by_head[0]), (2, by_head[2]), (1, by_token.permute(1, 2, 0, 3))):
+        ours.write_layer(layer, blocks, start, kv)
+        theirs.write_layer(layer, blocks, start, kv)
+    assert torch.equal(ours.pages, theirs.pages)
+    context = torch.zeros(2, 2, 2, 20, 64, dtype=torch.bfloat16)
+    ours.read_all(blocks, start, end, context[:, :, :, 1 : 1 + end - start], first_layer=1)
+    assert not context[:, :, :, [0, *range(1 + end - start, 20)]].any()
+    assert torch.equal(context[0, :, :, 1 : 1 + end - start], by_token.permute(1, 2, 0, 3))
+    assert torch.equal(context[1, :, :, 1 : 1 + end - start], by_head[2])
+    layer = torch.empty(2, 2, end - start, 64, dtype=torch.bfloat16)
+    ours.read_positions(0, blocks, start, end, layer)
+    assert torch.equal(layer, by_head[0])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "start", "first_layer"),
+    [([0, 1], 5, 0), ([0, 12], 0, 0), ([-1, 0], 0, 0), ([0, 1], 0, 2)],
+)
+def test_nothing_outside_the_pages_is_touched(
+    kernels: Kernels, blocks: list[int], start: int, first_layer: int
+) -> None:
+    pages, rows = bound(kernels).pages, some(2, 2, 2, 8, 64)
+    before = rows.clone()
+    with pytest.raises(IndexError):
+        kernels.write_pages(pages, first_layer, blocks, start, rows)
+    with pytest.raises(IndexError):
+        kernels.read_pages(pages, first_layer, blocks, start, rows)
+    assert not pages.any()
+    assert torch.equal(rows, before)
+
+
+def test_no_positions_are_no_copy(kernels: Kernels) -> None:
+    pages = bound(kernels)
+    pages.read_all([], 0, 0, some(3, 2, 2, 0, 64))
+    assert not pages.pages.any()
 
 
 # --- compiling -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ What attention computes with are copies on the device (contexts.py).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -22,11 +22,25 @@ def torch_dtype(dtype: KvDtype) -> torch.dtype:
     return _TORCH_DTYPES[dtype]
 
 
-class ArenaPages:
-    """The arena as a tensor (blocks, layers, K or V, block_tokens, kv_heads, head_dim) on the host."""
+class PageKernels(Protocol):
+    """Copies between pages and rows in C; see Kernels."""
 
-    def __init__(self, layout: KvLayout) -> None:
+    def read_pages(
+        self, pages: torch.Tensor, first_layer: int, blocks: Sequence[int], start: int, out: torch.Tensor
+    ) -> None: ...
+
+    def write_pages(
+        self, pages: torch.Tensor, first_layer: int, blocks: Sequence[int], start: int, kv: torch.Tensor
+    ) -> None: ...
+
+
+class ArenaPages:
+    """The arena as a tensor (blocks, layers, K or V, block_tokens, kv_heads, head_dim) on the host. What *kernels* can
+    copy they do: torch takes a call for each block that does not lie behind the one before, with the interpreter."""
+
+    def __init__(self, layout: KvLayout, kernels: PageKernels | None = None) -> None:
         self.layout = layout
+        self._kernels = kernels
         self._pages: torch.Tensor | None = None
 
     def bind(self, arena: memoryview) -> None:
@@ -48,11 +62,17 @@ class ArenaPages:
 
     def write_layer(self, layer: int, blocks: Sequence[int], start: int, kv: torch.Tensor) -> None:
         """Write one layer's *kv* (2, kv_heads, tokens, head_dim) at positions *start* onwards of a sequence."""
-        write_positions(self.pages, layer, blocks, start, kv)
+        if (kernels := self._kernels_for(kv)) is not None:
+            kernels.write_pages(self.pages, layer, blocks, start, kv[None])
+        else:
+            write_positions(self.pages, layer, blocks, start, kv)
 
     def read_positions(self, layer: int, blocks: Sequence[int], start: int, end: int, out: torch.Tensor) -> None:
         """Copy one layer of positions *start* to *end* into *out* (2, kv_heads, end - start, head_dim)."""
-        read_positions(self.pages, layer, blocks, start, end, out)
+        if (kernels := self._kernels_for(out)) is not None:
+            kernels.read_pages(self.pages, layer, blocks, start, out[None])
+        else:
+            read_positions(self.pages, layer, blocks, start, end, out)
 
     def write_tokens(self, blocks: torch.Tensor, offsets: torch.Tensor, kv: torch.Tensor) -> None:
         """Write all layers of one token of each of several sequences: *kv* (tokens, layers, 2, kv_heads, head_dim)."""
@@ -63,6 +83,9 @@ class ArenaPages:
 
         *out* has the layers from *first_layer* on, as many as it has room for.
         """
+        if (kernels := self._kernels_for(out)) is not None:
+            kernels.read_pages(self.pages, first_layer, blocks, start, out)
+            return
         pages, block_tokens = self.pages[:, first_layer : first_layer + len(out)], self.layout.block_tokens
         position = start
         while position < end:
@@ -71,6 +94,9 @@ class ArenaPages:
             piece = pages[blocks[index], :, :, offset : offset + count].transpose(2, 3)
             out[:, :, :, position - start : position - start + count] = piece.to(out.device)
             position += count
+
+    def _kernels_for(self, rows: torch.Tensor) -> PageKernels | None:
+        return self._kernels if rows.is_cpu and rows.stride(-1) == 1 else None
 
     def read_layer(self, layer: int, block_ids: torch.Tensor, end: int, out: torch.Tensor) -> None:
         """Copy one layer of the first *end* positions into *out* (2, kv_heads, end, head_dim).

@@ -35,10 +35,5 @@ class Preloads:
         return done
 
     def _all_layers(self, span: Span, missing: torch.Tensor) -> Callable[[], None]:
-        first, start = self._layers.first, span.start - missing.shape[3]
-
-        def copy() -> None:
-            for layer in range(first, self._layers.end):
-                self._arena.read_positions(layer, span.blocks, start, span.start, missing[layer - first])
-
-        return copy
+        start = span.start - missing.shape[3]
+        return lambda: self._arena.read_all(span.blocks, start, span.start, missing, first_layer=self._layers.first)

@@ -67,7 +67,7 @@ class TransformersEngine:
             layers=loaded.layers,
             hidden_bytes=loaded.model.config.hidden_size * loaded.layout.dtype.item_bytes,
         )
-        self._arena = ArenaPages(loaded.layout)
+        self._arena = ArenaPages(loaded.layout, loaded.kernels)
         self._contexts = ContextCache(self._arena, self._device, context_bytes, loaded.layers)
         is_cpu = self._device.type == "cpu"
         copies = CopyThread(layerwise.overlap, layerwise.least_bytes if is_cpu else 0)

@@ -59,6 +59,9 @@ class Kernels:
             "decode_attention",
             [*[_POINTER] * 3, *sizes[:3], _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, *sizes, _FLOAT, _INT],
         )
+        self._copy_pages = _function(
+            library, "copy_pages", [_POINTER, *sizes[:3], *[_POINTER] * 3, *sizes, _SIZE, _INT]
+        )
         # With AMX torch's own attention multiplies faster than AVX512-BF16 can.
         self.attend_chunks = bool(library.has_chunk_attention()) and not HAS_AMX
         if self.attend_chunks:
@@ -159,6 +162,60 @@ class Kernels:
         )
         return out
 
+    def read_pages(
+        self, pages: torch.Tensor, first_layer: int, blocks: Sequence[int], start: int, out: torch.Tensor
+    ) -> None:
+        """Positions *start* onwards of a sequence in *blocks*, of the layers from *first_layer* on, into *out*.
+
+        *out* is (layers, 2, kv_heads, positions, head_dim).
+
+        *pages* is (blocks, layers, 2, block_tokens, kv_heads, head_dim). Raises IndexError outside *blocks* or *pages*.
+        """
+        self._move(pages, first_layer, blocks, start, out, to_pages=0)
+
+    def write_pages(
+        self, pages: torch.Tensor, first_layer: int, blocks: Sequence[int], start: int, kv: torch.Tensor
+    ) -> None:
+        """The reverse of :meth:`read_pages`."""
+        self._move(pages, first_layer, blocks, start, kv, to_pages=1)
+
+    def _move(
+        self,
+        pages: torch.Tensor,
+        first_layer: int,
+        blocks: Sequence[int],
+        start: int,
+        rows: torch.Tensor,
+        to_pages: int,
+    ) -> None:
+        n_layers, _, kv_heads, positions, head_dim = rows.shape
+        block_tokens, item_bytes = pages.shape[3], pages.element_size()
+        end = start + positions
+        ids = blocks[start // block_tokens : -(-end // block_tokens)]
+        if not positions:
+            return
+        if len(blocks) * block_tokens < end or min(ids) < 0 or max(ids) >= pages.shape[0]:
+            raise IndexError(f"positions {start} to {end} are not in {len(blocks)} blocks of an arena of {len(pages)}")
+        if first_layer + n_layers > pages.shape[1]:
+            raise IndexError(f"layers {first_layer} to {first_layer + n_layers} of {pages.shape[1]}")
+        numbers, strides = torch.tensor(ids), torch.tensor([stride * item_bytes for stride in rows.stride()[:4]])
+        self._copy_pages(
+            pages.data_ptr(),
+            pages.stride(0) * item_bytes,
+            pages.stride(1) * item_bytes,
+            block_tokens,
+            numbers.data_ptr(),
+            rows.data_ptr(),
+            strides.data_ptr(),
+            first_layer,
+            n_layers,
+            start,
+            end,
+            kv_heads,
+            head_dim * item_bytes,
+            to_pages,
+        )
+
 
 def kernels_for(model: Any, layout: KvLayout) -> Kernels | None:
     """Kernels that compute what *model* has torch compute; None where its numbers or shapes are not theirs."""
@@ -213,6 +270,10 @@ def _check(kernels: Kernels) -> None:
     theirs = functional.scaled_dot_product_attention(q, k[None], v[None], is_causal=True, enable_gqa=True)
     theirs = theirs.transpose(1, 2)
     _same("decode_attention", own, theirs[:, 69:])
+    pages, copied = some(3, 1, 2, 16, 2, 64), torch.empty(1, 2, 2, 40, 64, dtype=torch.bfloat16)
+    kernels.read_pages(pages, 0, [2, 0, 1], 3, copied)
+    row = torch.cat((pages[2], pages[0], pages[1]), dim=2).transpose(2, 3)
+    _same("copy_pages", copied, row[:, :, :, 3:43])
     if kernels.attend_chunks:
         call = LayerCall(layer=0, q=q, k=k[None], v=v[None], scaling=None, window=None, other={})
         _same("chunk_attention", kernels.chunk_attention(call, k[None], v[None]), theirs)
