@@ -20,7 +20,7 @@ from mooncake_proto.client import (
     Operation,
 )
 from mooncake_proto.control import Ok
-from tests.unit.mesh_doubles import ANY_PORT, serving
+from tests.unit.mesh_doubles import ANY_PORT, reply_when_there_is_room, serving
 
 HEAD: Final = {"id": "chatcmpl-1", "created": 17, "model": "m"}
 USAGE: Final = {
@@ -133,8 +133,9 @@ def say_and_stall(*texts: str) -> Script:
 
 async def talk_for_ever(_: Gateway, caller: Caller) -> None:
     """More chunks than anybody reads."""
+    chunk = _delta(chat_chunk("x"))
     while True:
-        send(caller, chat_chunk("x"))
+        await reply_when_there_is_room(caller, chunk)
         await asyncio.sleep(0)
 
 
@@ -147,7 +148,11 @@ def fail(error: Exception) -> Script:
 
 
 def send(caller: Caller, chunk: dict[str, Any]) -> None:
-    caller.reply(GenerationDelta(chunk=json.dumps(chunk).encode()))
+    caller.reply(_delta(chunk))
+
+
+def _delta(chunk: dict[str, Any]) -> GenerationDelta:
+    return GenerationDelta(chunk=json.dumps(chunk).encode())
 
 
 @asynccontextmanager

@@ -13,8 +13,9 @@ import zmq
 import zmq.asyncio
 from structlog.testing import capture_logs
 
+from mooncake_mesh.errors import PeerUnreachable
 from mooncake_mesh.mesh.endpoint import OnFrames
-from mooncake_mesh.mesh.rpc import Handler, RpcServer
+from mooncake_mesh.mesh.rpc import Caller, Handler, RpcServer
 from mooncake_proto import codec
 from mooncake_proto.envelope import Envelope
 
@@ -67,6 +68,15 @@ async def serving(handlers: dict[type, Handler], bind: str = ANY_PORT) -> AsyncI
             yield server
         finally:
             await server.close()
+
+
+async def reply_when_there_is_room(caller: Caller, body: object) -> None:
+    """For sources without an end: ZeroMQ's threads may not have run for a while, and then the queue is full."""
+    while True:
+        try:
+            return caller.reply(body)
+        except PeerUnreachable:
+            await asyncio.sleep(0.001)
 
 
 class RawPeer:

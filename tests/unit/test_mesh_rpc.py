@@ -26,7 +26,16 @@ from mooncake_proto.control import CancelCall, Failure, Ok, Ping, Pong, Role
 from mooncake_proto.envelope import VERSION_FRAME, Envelope
 from mooncake_proto.errors import WireError
 from mooncake_proto.ids import Incarnation, InstanceId, MessageId
-from tests.unit.mesh_doubles import RawPeer, Run, ScriptedRouter, on_both_loops, serving, soon, until
+from tests.unit.mesh_doubles import (
+    RawPeer,
+    Run,
+    ScriptedRouter,
+    on_both_loops,
+    reply_when_there_is_room,
+    serving,
+    soon,
+    until,
+)
 
 pytestmark = on_both_loops
 
@@ -393,7 +402,7 @@ class Counting:
     async def handle(self, _: Generate, caller: Caller) -> GenerationEnd:
         try:
             while self.last is None or self.sent < self.last:
-                caller.reply(GenerationDelta(chunk=str(self.sent).encode()))
+                await reply_when_there_is_room(caller, GenerationDelta(chunk=str(self.sent).encode()))
                 self.sent += 1
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
