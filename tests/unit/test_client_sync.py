@@ -1,11 +1,14 @@
 """The synchronous client, with its gateway on another thread."""
 
+import asyncio
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -99,6 +102,26 @@ def test_a_keyboard_interrupt_ends_the_request() -> None:
         started = threading.Event()
         with ThreadPoolExecutor(1) as pool:
             pool.submit(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                client.chat(HELLO)
+        wait_until(gateway, cancelled=1)
+
+
+def test_an_interrupt_while_a_request_is_handed_over_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waking the loop lets other threads run, and the gateway may have the request before the caller goes on."""
+    gateway = Gateway(say_and_stall())
+    hand_over = asyncio.run_coroutine_threadsafe
+
+    def interrupted(work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> NoReturn:
+        hand_over(work, loop)
+        started = threading.Event()
+        while not gateway.running:
+            started.wait(0.001)
+        raise KeyboardInterrupt
+
+    with gateway_thread(gateway) as endpoint, SyncMooncakeClient(endpoint) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 client.chat(HELLO)
         wait_until(gateway, cancelled=1)

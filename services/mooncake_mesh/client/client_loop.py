@@ -4,14 +4,37 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from mooncake_mesh.client.aio import MooncakeClient
 from mooncake_mesh.errors import PeerUnreachable
+from mooncake_mesh.mesh.crew import tell
 
 R = TypeVar("R")
 
 _CLOSED: Final = "the client was closed"
+
+
+class _Call(Generic[R]):
+    """*work* in the loop, for one who may leave at any moment: also while it is being handed over."""
+
+    def __init__(self, work: Coroutine[Any, Any, R]) -> None:
+        self._work = work
+        self._task: asyncio.Task[Any] | None = None
+        self._is_left = False
+
+    async def run(self) -> R:
+        if self._is_left:
+            self._work.close()
+            raise asyncio.CancelledError
+        self._task = asyncio.current_task()
+        return await self._work
+
+    def leave(self) -> None:
+        """Nobody waits any more. Nothing happens where it is over. In the loop."""
+        self._is_left = True
+        if self._task is not None:
+            self._task.cancel()
 
 
 class ClientLoop:
@@ -32,17 +55,18 @@ class ClientLoop:
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """Run *work* in the loop; an exception here, such as KeyboardInterrupt, cancels it."""
-        with self._lock:
-            if not self._is_open:
-                work.close()
-                raise PeerUnreachable(_CLOSED)
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        call = _Call(work)
         try:
+            with self._lock:
+                if not self._is_open:
+                    work.close()
+                    raise PeerUnreachable(_CLOSED)
+                future = asyncio.run_coroutine_threadsafe(call.run(), self._loop)
             return future.result()
         except concurrent.futures.CancelledError:
             raise PeerUnreachable(_CLOSED) from None
         except BaseException:
-            future.cancel()
+            tell(self._loop, call.leave)
             raise
 
     def close(self) -> None:
