@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from time import monotonic
 from typing import Any, cast
 
 import pytest
@@ -235,18 +236,21 @@ def test_a_cancelled_job_stops_the_read_and_unpins() -> None:
     run(main())
 
 
-def test_an_announcement_whose_job_never_comes_expires() -> None:
+def test_an_announcement_whose_job_never_comes_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    later_s = 0.0
+
     async def main() -> None:
+        nonlocal later_s
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: monotonic() + later_s)
         async with asyncio.TaskGroup() as tasks:
             node = Node(tasks)
             node.ssd.let(3)
-            node.announce("job", 4, keep_s=0.05)
-            later = asyncio.get_running_loop().create_future()
-            asyncio.get_running_loop().call_later(0.06, later.set_result, None)
+            node.announce("job", 4, keep_s=10.0)
             await node.settle()
             assert node.in_arena() == 4
             assert node.core.pool.coldest(40) == []
-            await later
+            later_s = 10.0
+            await node.settle()
             assert len(node.core.pool.coldest(40)) == 4
 
     run(main())
