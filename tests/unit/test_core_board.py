@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,15 @@ from mooncake_mesh.mesh import core_board
 from mooncake_mesh.mesh.core_board import CoreBoard
 
 OTHER_PROCESS = """
-import sys
+import sys, time
 from pathlib import Path
 from mooncake_mesh.mesh.core_board import CoreBoard
 board = CoreBoard(Path(sys.argv[1]), 2, n_cores=2)
-board.begin()
-print("computes", flush=True)
+orders = {"begin": board.begin, "end": board.end}
 for line in sys.stdin:
-    {"begin": board.begin, "end": board.end}[line.strip()]()
-    print("done", flush=True)
+    before = time.monotonic()
+    orders[line.strip()]()
+    print(before, time.monotonic(), flush=True)
 """
 
 
@@ -34,23 +33,22 @@ class Clock:
 
 
 class Other:
-    """Another process with a place on the board."""
+    """Another process with a place on the board. It computes, and ``last_s`` is when it has begun at the latest."""
 
     def __init__(self, path: Path) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", OTHER_PROCESS, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.says("computes")
+        _, self.last_s = self.order("begin")
 
-    def says(self, expected: str) -> None:
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline().strip() == expected
-
-    def order(self, what: str) -> None:
+    def order(self, what: str) -> tuple[float, float]:
+        """The moments before and after it did that, by the clock of the machine: either process may have stalled."""
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
-        self.says("done")
+        before, after = self.process.stdout.readline().split()
+        return float(before), float(after)
 
     def kill(self) -> None:
         self.process.kill()
@@ -86,22 +84,21 @@ def test_cores_that_are_taken_away_are_seen(path: Path) -> None:
 
 def test_cores_are_divided_while_another_process_computes(path: Path) -> None:
     clock = Clock()
-    clock.s = time.monotonic()
     board = CoreBoard(path, 2, n_cores=2, now_ns=clock.now_ns)
     other = Other(path)
     try:
+        clock.s = other.last_s
         assert board.threads == 1
-        other.order("end")
-        clock.s = time.monotonic()
+        clock.s, ended_s = other.order("end")
         assert board.threads == 1, "it may be between two steps"
-        clock.s += 0.05
+        clock.s = ended_s + 0.05
         assert board.threads == 2
-        other.order("begin")
+        clock.s, begun_s = other.order("begin")
         assert board.threads == 1
     finally:
         other.kill()
     assert board.threads == 1, "its mark is left"
-    clock.s = time.monotonic() + 5.1
+    clock.s = begun_s + 5.1
     assert board.threads == 2
     board.close()
 
