@@ -489,6 +489,7 @@ def test_a_closed_listener_writes_no_more(tcp: Tcp) -> None:
             sender = await asyncio.to_thread(HandMadeSender, pair)
             sender.control.sendall(_head(token=token) + frames.ENTRY.pack(0, 0, 1, MiB, 0, 0))
             await asyncio.to_thread(sender.lanes[0].sendall, bytes(1000))
+            await pair.windows.first_begun.wait()
             await pair.listener.close()
             assert [type(error) for error in pair.windows.ends] == [LinkLost]
             for lane in [thread for thread in threading.enumerate() if thread.name == "kv-receive"]:
