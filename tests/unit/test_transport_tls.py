@@ -229,11 +229,10 @@ def test_another_certificate_is_told_nothing(encrypted: Tcp) -> None:
 def test_a_sender_without_tls_is_refused_and_told_what_may_be_wrong(
     encrypted: Tcp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_module, "_CONNECT_TIMEOUT_S", 0.05)
-
     async def run() -> None:
         async with encrypted.pair(MiB) as pair:
             await _still_moves(pair)
+            monkeypatch.setattr(tcp_module, "_CONNECT_TIMEOUT_S", 0.05)  # for the one who is refused
             connections = tcp_connections(HOST, pair.listener.port, pair.secret, 1)
             with pytest.raises(TransferError, match="waits for something else, such as TLS"):
                 await LinkPath(connections, b"t" * 16, memoryview(pair.source)).submit([])
