@@ -172,6 +172,7 @@ class Relay:
         self.seen = bytearray()
         self._budget: int | None = None
         self._whole: int | None = None
+        self._counting = threading.Lock()
         self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
@@ -212,23 +213,32 @@ class Relay:
             while data := source.recv(1 << 14):
                 self.seen += data
                 target.sendall(self._perhaps_damaged(data))
-                if self._budget is not None:
-                    self._budget -= len(data)
-                    if self._budget < 0:
-                        self._budget = None
-                        self.cuts += 1
-                        self._end_all()
+                if self._is_to_be_cut(data):
+                    self._end_all()
             target.shutdown(socket.SHUT_WR)
         except OSError:
             return
 
+    def _is_to_be_cut(self, data: bytes) -> bool:
+        """Once: a thread for each direction counts here."""
+        with self._counting:
+            if self._budget is None:
+                return False
+            self._budget -= len(data)
+            if self._budget >= 0:
+                return False
+            self._budget = None
+            self.cuts += 1
+            return True
+
     def _perhaps_damaged(self, data: bytes) -> bytes:
-        if self._whole is None:
-            return data
-        self._whole -= len(data)
-        if self._whole >= 0:
-            return data
-        self._whole = None
+        with self._counting:
+            if self._whole is None:
+                return data
+            self._whole -= len(data)
+            if self._whole >= 0:
+                return data
+            self._whole = None
         return data[:-1] + bytes([data[-1] ^ 1])
 
     def _end_all(self) -> None:
