@@ -135,7 +135,11 @@ def test_without_a_descriptor_left_clients_wait_until_there_is_one(
     run(scenario())
 
 
-def test_closing_while_there_is_no_descriptor_is_the_end(run: Run[None], made: list[Noted]) -> None:
+def test_closing_while_there_is_no_descriptor_is_the_end(
+    run: Run[None], made: list[Noted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accepting, "_PAUSE_S", 600.0)
+
     async def scenario() -> None:
         FullOnce.is_full = True
         plain = await one_listener()
