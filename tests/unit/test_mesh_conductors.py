@@ -12,7 +12,7 @@ from mooncake_mesh.mesh.conductors import Conductors, is_without_conductor, stan
 from mooncake_mesh.mesh.rpc import Caller
 from mooncake_proto.control import Failure, LeaderQuery, LeaderReport, Ok, Ping
 from mooncake_proto.ids import InstanceId
-from tests.unit.mesh_doubles import Run, on_both_loops, serving, soon, until
+from tests.unit.mesh_doubles import PATIENCE_S, Run, on_both_loops, serving, soon, until
 
 
 class Conductor:
@@ -50,6 +50,12 @@ async def meeting(*conductors: Conductor) -> AsyncIterator[Conductors]:
 
 def index(conductors: Conductors) -> int:
     return conductors._clients.index(conductors.leader)
+
+
+@pytest.fixture(autouse=True)
+def _time_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a machine that stands still for a while: who answers here is to be heard."""
+    monkeypatch.setattr(conductors_module, "_LOOK_S", PATIENCE_S)
 
 
 @on_both_loops
