@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -260,18 +261,19 @@ def test_logprobs_hold_the_drawn_token_first_and_as_many_as_asked_for() -> None:
         assert [token for token, _ in drawn.logprob.top][:1] == [drawn.token][:top]
 
 
-def test_the_device_is_busy_for_the_configured_time() -> None:
+def test_the_device_is_busy_for_the_configured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: 50.0)
     timing = FakeTiming(prefill_s_base=4.0, prefill_s_per_token=2.0, decode_s_base=30.0, decode_s_per_slot=5.0)
     config = FakeConfig(timing=timing)
     engine = FakeEngine(config, sleep=slept.append)
     engine.bind(memoryview(bytearray(10 * config.layout.block_bytes)))
     sequence = Sequence1(engine, blocks=range(10))
     sequence.prefill(PROMPT[:8])
-    assert [round(s) for s in slept] == [5, 10, 15, 20]  # the sleep was pretended: the deadline of each layer is left
+    assert slept == [5.0, 10.0, 15.0, 20.0]  # the sleep was pretended: the deadline of each layer is left
     slept.clear()
     engine.decode([sequence.slot()])
-    assert [round(s) for s in slept] == [35]
+    assert slept == [35.0]
 
 
 def test_unbind_lets_go_of_the_arena() -> None:
