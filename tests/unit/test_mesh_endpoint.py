@@ -120,6 +120,31 @@ def test_links_go_up_and_down(run: Run[None], tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_what_a_connection_that_went_would_still_take_is_refused(run: Run[None]) -> None:
+    """ZeroMQ tells of its end before it takes the queue away; how long before is up to its thread."""
+
+    async def scenario() -> None:
+        heard: list[bytes] = []
+        links: list[Link] = []
+        server = router(ANY_PORT, lambda frames: heard.append(frames[1]))
+        client = Dealer(server.endpoint, lambda _: None, links.append)
+        await client.send([b"before"], timeout_s=10)
+        client._on_event(zmq.EVENT_DISCONNECTED, 0)
+        with pytest.raises(PeerUnreachable, match="no live connection"):
+            client.send_now([b"lost"])
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(client.send([b"after"], timeout_s=10))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            client._on_event(zmq.EVENT_HANDSHAKE_SUCCEEDED, 0)
+        await until(lambda: heard == [b"before", b"after"])
+        assert links == [Link.UP, Link.DOWN, Link.UP]
+        client.close()
+        server.close()
+
+    run(scenario())
+
+
 def test_a_closed_dealer_whose_peer_goes_does_not_stall_the_process(run: Run[None]) -> None:
     """While it lingers with unsent messages its connection can still break; nobody listens to that any more."""
 

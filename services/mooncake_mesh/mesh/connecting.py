@@ -138,6 +138,9 @@ class Dealer(Connection):
 
     IMMEDIATE has a price: what a peer sent right before its connection went may be lost with it, unread. So an answer
     that counts is followed by a pause before its sender ends. *keys* are those of the process unless given.
+
+    Nothing is sent but while the link is known to be up. ZeroMQ says that a connection went before it takes its queue
+    away, and whoever has heard would wait in vain for an answer to what that queue still took.
     """
 
     def __init__(
@@ -147,9 +150,21 @@ class Dealer(Connection):
         on_link: Callable[[Link], None],
         keys: MeshKeys | None = None,
     ) -> None:
+        self._is_up = False
         socket = new_socket(zmq.DEALER)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         super().__init__(socket, endpoint, on_frames, on_link, keys)
+
+    def send_now(self, frames: Sequence[bytes]) -> None:
+        if not self._is_up and not self._closed:
+            raise PeerUnreachable("no live connection")
+        super().send_now(frames)
+
+    def _tell(self, link: Link) -> None:
+        self._is_up = link is Link.UP
+        if self._is_up:
+            self._send_changed.set()
+        super()._tell(link)
 
 
 def subscriber(endpoint: str, on_frames: OnFrames) -> Channel:
