@@ -19,6 +19,8 @@ from tests.etcd_double import NO_ETCD, EtcdDouble, real_etcd
 from tests.unit.mesh_doubles import Run, on_both_loops
 
 NOBODY = "http://127.0.0.1:9"
+LEASE_S = 60
+"""Longer than anything takes here, also where a real etcd has to wait for its disk."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ async def serving(handle: Handle) -> AsyncIterator[str]:
     await asyncio.gather(*(task for task in tasks if task is not None))
 
 
-def client(url: str, key: str, *, lease_s: int = 5, timeout_s: float = 5.0) -> Etcd:
+def client(url: str, key: str, *, lease_s: int = LEASE_S, timeout_s: float = 20.0) -> Etcd:
     return Etcd(EtcdConfig(endpoints=url, key=key, lease_s=lease_s), timeout_s=timeout_s)
 
 
@@ -68,7 +70,7 @@ def test_a_free_seat_is_taken_once(url: str) -> None:
         etcd = client(url, "taken once")
         assert await etcd.seat() is None
         mine, theirs = await etcd.grant(), await etcd.grant()
-        assert (mine.ttl_s, mine.lease != theirs.lease) == (5, True)
+        assert (mine.ttl_s, mine.lease != theirs.lease) == (LEASE_S, True)
         seat = await etcd.take(mine.lease, "a at tcp://10.0.0.1:7700")
         assert seat is not None
         assert seat == await etcd.seat() == Seat(epoch=seat.epoch, holder="a at tcp://10.0.0.1:7700")
@@ -88,7 +90,7 @@ def test_a_seat_goes_with_its_lease_and_the_next_holder_has_a_higher_epoch(url: 
             seat = await etcd.take(grant.lease, "a")
             assert seat is not None
             epochs.append(seat.epoch)
-            assert await etcd.keep_alive(grant.lease) == 5
+            assert await etcd.keep_alive(grant.lease) == LEASE_S
             await etcd.revoke(grant.lease)
             assert await etcd.seat() is None
             assert await etcd.keep_alive(grant.lease) == 0
