@@ -204,4 +204,6 @@ def test_readiness_is_what_the_gateway_says(answer: bytes, missing: str | None) 
 
 
 def test_no_gateway_is_missing() -> None:
-    assert asyncio.run(readiness.ask("127.0.0.1", _free_port())) == "the gateway"
+    with socket.socket() as deaf:  # does not listen, and keeps the port from whoever would
+        deaf.bind(("127.0.0.1", 0))
+        assert asyncio.run(readiness.ask("127.0.0.1", deaf.getsockname()[1])) == "the gateway"

@@ -467,17 +467,16 @@ def test_a_receiver_that_restarts_is_reached_again(tcp: Tcp) -> None:
 
 
 def test_a_receiver_that_is_not_there_is_an_error_and_then_rests(tcp: Tcp) -> None:
-    with socket.create_server((HOST, 0)) as gone:
-        port = gone.getsockname()[1]
-
-    async def run() -> None:
+    async def run(port: int) -> None:
         connections = tcp.connections(port, SECRET, 2)
         for _ in range(2):
             with pytest.raises(TransferError, match="cannot connect"):
                 await connections.link()
         connections.close()
 
-    asyncio.run(run())
+    with socket.socket() as deaf:  # does not listen, and keeps the port from whoever would
+        deaf.bind((HOST, 0))
+        asyncio.run(run(deaf.getsockname()[1]))
 
 
 def test_a_closed_listener_writes_no_more(tcp: Tcp) -> None:
