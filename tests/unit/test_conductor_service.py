@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mooncake_mesh.conductor import service
+from mooncake_mesh.conductor import service, term
 from mooncake_mesh.conductor.making import conductor_core
 from mooncake_mesh.conductor.service import ConductorService
 from mooncake_mesh.config import ConductorConfig
@@ -30,6 +30,7 @@ def test_what_is_cancelled_before_its_turn_is_not_placed(run: Run[None], monkeyp
     config = replace(ConductorConfig(), publish=ANY_PORT)
     core = conductor_core(config, Incarnation("c"), 0.0)
     monkeypatch.setattr(service, "conductor_core", lambda *_: core)
+    monkeypatch.setattr(term, "_SETTLED_S", 600.0)
 
     async def scenario() -> None:
         async with asyncio.TaskGroup() as tasks:
