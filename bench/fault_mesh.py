@@ -33,8 +33,10 @@ from tests.mesh.harness import Mesh, held
 SETTLE_S: Final = 2.0
 MAX_BATCH: Final = 4
 CHUNK_TOKENS: Final = 64
+LEASES: Final = ("--suspect-after-s=1.5", "--dead-after-s=3")
+"""As a conductor has them by default: they are a part of what is measured. Those of a test's mesh are longer."""
 FLAGS: Final = {
-    "conductor": ["--ttft-slo-s=600", "--tbt-slo-s=60", "--replication-share=0"],
+    "conductor": ["--ttft-slo-s=600", "--tbt-slo-s=60", "--replication-share=0", *LEASES],
     "prefill": ["--fake-prefill-s-base=0.12", f"--chunk-tokens={CHUNK_TOKENS}", "--log-level=debug"],
     "decode": ["--fake-decode-s-base=0.03", f"--max-batch={MAX_BATCH}"],
 }

@@ -6,13 +6,13 @@ One of fake engines, whose answers are worked out, or of real ones, whose answer
 import random
 from typing import Final, Protocol
 
-from bench.fault_mesh import Ask, Books, fault_mesh
+from bench.fault_mesh import LEASES, Ask, Books, fault_mesh
 from mooncake_mesh.engine.model_files import DEFAULT_MODEL, resolve_model
 from tests.mesh.harness import Mesh
 
 DEADLINE_S: Final = 60.0
 _GATEWAY: Final = [f"--request-deadline-s={DEADLINE_S:g}"]
-_CONDUCTOR: Final = ["--ttft-slo-s=600", "--tbt-slo-s=60"]
+_CONDUCTOR: Final = ["--ttft-slo-s=600", "--tbt-slo-s=60", *LEASES]
 _FAMILIES: Final = 6
 
 

@@ -57,7 +57,7 @@ def receive(plug: "zmq.Socket[bytes]", *, timeout_s: float) -> tuple[Envelope, A
     return codec.decode(plug.recv_multipart())
 
 
-def ask(endpoint: str, body: object, expect: type[R], *, timeout_s: float = 5.0, keys: MeshKeys | None = None) -> R:
+def ask(endpoint: str, body: object, expect: type[R], *, timeout_s: float = 15.0, keys: MeshKeys | None = None) -> R:
     """Send *body*, wait for its answer, which must be an *expect*. Raises NoAnswer."""
     with dealer(endpoint, keys) as plug:
         plug.send_multipart(codec.encode(body, Envelope(id=MessageId("1"), deadline_s=timeout_s)))
@@ -67,7 +67,7 @@ def ask(endpoint: str, body: object, expect: type[R], *, timeout_s: float = 5.0,
     return answer
 
 
-def refused(endpoint: str, body: object, *, timeout_s: float = 5.0) -> Failure:
+def refused(endpoint: str, body: object, *, timeout_s: float = 15.0) -> Failure:
     """As :func:`ask`, for what must be answered by a Failure."""
     return ask(endpoint, body, Failure, timeout_s=timeout_s)
 
@@ -179,7 +179,7 @@ class Stream:
         if self._thread is not None:
             self._thread.join()
 
-    def wait_chunks(self, n: int, *, timeout_s: float = 20.0) -> None:
+    def wait_chunks(self, n: int, *, timeout_s: float = 40.0) -> None:
         """Wait until *n* chunks of text are here."""
         with self._changed:
             came = self._changed.wait_for(lambda: self.chunks >= n or self._is_over, timeout_s)

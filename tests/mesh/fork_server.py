@@ -69,8 +69,10 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
+        """As Popen's: nothing where the process has ended, heard of or not."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

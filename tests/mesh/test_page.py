@@ -26,7 +26,6 @@ LONG = "word " * 600
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     ssd = tmp_path_factory.mktemp("ssd")
     flags = {
-        "conductor": ["--suspect-after-s=0.6", "--dead-after-s=1.2"],
         "messenger0": [f"--ssd-dir={ssd}", "--ssd-bytes=4MiB"],
         "prefill": ["--fake-output=utf8", BLOCKS],
         "decode": ["--fake-output=utf8", BLOCKS, "--fake-decode-s-base=0.003"],

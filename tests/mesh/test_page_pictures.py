@@ -64,7 +64,8 @@ COST = {
     "transfer_base_s": 0.001,
     "transfer_byte_s": 1e-9,
 }
-"""What the engines' flags below make them cost: three sequences to a decode instance are too many for 80 ms."""
+"""What the engines' flags below make them cost: three sequences to a decode instance are too many for 87 ms, and
+two are not, also where steps take half as long again on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +73,9 @@ def mesh(chromium: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[M
     folder = tmp_path_factory.mktemp("mesh")
     profile = folder / "cost.json"
     profile.write_text(json.dumps(COST))
-    slos = ["--tbt-slo-s=0.08", "--ttft-slo-s=5", "--wip-limit=100", "--admission=early"]
+    slos = ["--tbt-slo-s=0.087", "--ttft-slo-s=5", "--wip-limit=100", "--admission=early"]
     flags = {
-        "conductor": [*slos, f"--cost-profile={profile}", "--suspect-after-s=0.6", "--dead-after-s=1.2"],
+        "conductor": [*slos, f"--cost-profile={profile}"],
         "messenger0": [f"--ssd-dir={folder}", "--ssd-bytes=4MiB"],
         "prefill": ["--fake-output=utf8", "--fake-prefill-s-per-token=0.002", "--fake-head-dim=32"],
         "decode": ["--fake-output=utf8", "--fake-decode-s-per-slot=0.03", "--fake-head-dim=32"],
