@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletion
 from mooncake_mesh.engine.model_files import DEFAULT_MODEL, resolve_model
 from mooncake_proto.control import StatusReport
 from tests.mesh.harness import Mesh, Start
+from tests.mesh.together import decoded_together
 
 if TYPE_CHECKING:
     from tests.mesh.greedy_reference import GreedyReference
@@ -188,13 +189,13 @@ def test_seeded_samples_are_repeatable(served: Served, reference: "GreedyReferen
 @chunks_of_512
 def test_a_seeded_request_survives_its_decode_worker(served: Served, reference: "GreedyReference") -> None:
     prompt = reference.prompt(60, seed=1)
-    options = {"temperature": 0.9, "seed": 11, "max_tokens": 48}
+    options = {"temperature": 0.9, "seed": 11, "max_tokens": 96}  # many left when it is killed
     expected = tokens_of(served.complete(prompt, **options))
     drawn: list[int] = []
     killed_at = None
     for chunk in served.stream(prompt, **options):
         drawn += (chunk.choices[0].model_extra or {}).get("token_ids", [])
-        if killed_at is None and len(drawn) >= 20:
+        if killed_at is None and len(drawn) >= 10:
             killed_at = len(drawn)
             served.mesh.kill("decode0")
             served.mesh.start("decode0")
@@ -221,8 +222,12 @@ def test_sequences_that_push_each_other_out_of_the_pool_draw_the_same(reference:
     ):
         alone = [served.complete(prompt, **sampled) for prompt in prompts]
         assert mesh.find_log("decode0", "job_preempted") is None
-        together = list(threads.map(lambda prompt: served.complete(prompt, **sampled), prompts))
-        greedy = list(threads.map(lambda prompt: served.complete(prompt, max_tokens=N_FEW), prompts))
+        together: list[openai.types.Completion] = []
+        greedy: list[openai.types.Completion] = []
+        for answers, options in ((together, sampled), (greedy, {"max_tokens": N_FEW})):
+            with decoded_together(mesh, 2):
+                asked = [threads.submit(served.complete, prompt, **options) for prompt in prompts]
+            answers += [one.result() for one in asked]
         back = [event["event"] for event in mesh.logs("decode0")].count("job_back")
         assert mesh.find_log("decode0", "job_failed") is None, "nobody was placed again"
     assert back >= 2

@@ -5,6 +5,7 @@ There are 16 blocks at the decode node, and a sequence may grow to 10.
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from mooncake_proto.control import Role
 from tests.mesh import clients
 from tests.mesh.clients import Stream
 from tests.mesh.harness import Mesh
+from tests.mesh.together import decoded_together
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -67,7 +69,9 @@ def test_both_answers_are_those_of_an_undisturbed_run(mesh: Mesh, sampling: dict
     alone = [answer(prompt) for prompt in prompts]
     went, back, failed = (events(mesh, name) for name in ("job_preempted", "job_back", "job_failed"))
     with ThreadPoolExecutor(2) as threads:
-        together = list(threads.map(answer, prompts))
+        with decoded_together(mesh, 2):
+            asked = [threads.submit(answer, prompt) for prompt in prompts]
+        together = [one.result() for one in asked]
     assert together == alone
     assert events(mesh, "job_preempted") > went
     assert events(mesh, "job_back") > back
@@ -77,6 +81,8 @@ def test_both_answers_are_those_of_an_undisturbed_run(mesh: Mesh, sampling: dict
 
 def test_who_is_cancelled_while_it_is_away_leaves_nothing(mesh: Mesh) -> None:
     prompts = ["stays, and grows for long", "leaves while it is away"]
+    mesh.restart("decode0", "--fake-decode-s-base=0.03")  # the one that stays is there for long after the other went
+    mesh.wait_healthy()
     before = preemptions(mesh)
     with Stream(mesh.http, prompts[0], 200) as stays:
         stays.wait_chunks(1)
@@ -96,7 +102,9 @@ def test_who_waits_too_long_is_placed_again(mesh: Mesh) -> None:
     mesh.restart("decode0", "--swap-patience-s=0.05")
     mesh.wait_healthy()
     with ThreadPoolExecutor(2) as threads:
-        texts = list(threads.map(lambda prompt: clients.complete(mesh.http, prompt, TOKENS), prompts))
+        with decoded_together(mesh, 2):
+            asked = [threads.submit(clients.complete, mesh.http, prompt, TOKENS) for prompt in prompts]
+        texts = [one.result() for one in asked]
     assert texts == [clients.expected_text(prompt, TOKENS, CONFIG) for prompt in prompts]
     assert mesh.find_log("decode0", "job_preempted", swapped=True) is not None
     assert mesh.find_log("decode0", "job_failed", code="no_free_blocks") is not None
@@ -114,13 +122,12 @@ def test_what_two_prompts_of_one_batch_share_is_stored_once(mesh: Mesh, sampling
     """Four of their five blocks; both are on their way at once, so neither finds what the other one has."""
     shared = f"{sampling}: four blocks that both of these prompts begin with".ljust(64, ".")[:64]
     prompts = [f"{shared}a..", f"{shared}b.."]
-    mesh.restart("prefill0", "--fake-prefill-s-per-token=0.004")
-    mesh.restart("decode0", "--fake-decode-s-base=0.2")
+    mesh.restart("decode0", "--fake-decode-s-base=0.3")  # time to be told of it
     mesh.wait_healthy()
-    with (
-        Stream(mesh.http, prompts[0], 12, sampling) as one,
-        Stream(mesh.http, prompts[1], 12, sampling) as other,
-    ):
+    mesh.wait_idle()
+    with ExitStack() as stack:
+        with decoded_together(mesh, 2):
+            one, other = [stack.enter_context(Stream(mesh.http, prompt, 12, sampling)) for prompt in prompts]
         one.wait_chunks(1)
         other.wait_chunks(1)
         mesh.wait(lambda: held_blocks(mesh) == 4 + 2 or None, what="shared blocks to be stored once")
@@ -128,5 +135,7 @@ def test_what_two_prompts_of_one_batch_share_is_stored_once(mesh: Mesh, sampling
     landed = [event for event in mesh.logs("decode0") if event["event"] == "kv_landed"]
     assert [event["cached_blocks"] for event in landed] == [0, 0]
     mesh.wait_idle()
+    mesh.restart("decode0")
+    mesh.wait_healthy()
     alone = [clients.complete(mesh.http, prompt, 12, **sampling) for prompt in prompts]
     assert texts == alone
