@@ -2,24 +2,28 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
 
+from bench.fault_mesh import LEASES, placements
 from mooncake_mesh.engine.fake import FakeConfig
 from mooncake_mesh.kv.layout import KvDtype, KvLayout
 from tests.mesh import clients
 from tests.mesh.clients import Stream
 from tests.mesh.harness import Mesh
+from tests.mesh.together import decoded_together
 
 pytestmark = pytest.mark.mesh
 
 SLOW = {
-    "prefill": ["--fake-prefill-s-per-token=0.004", "--chunk-tokens=64"],
+    "prefill": ["--fake-prefill-s-per-token=0.004", "--chunk-tokens=64", "--log-level=debug"],
     "decode": ["--fake-decode-s-base=0.01"],
 }
 TOKENS = 120
-LONG_PROMPT = "a prompt that takes a while to prefill, " * 10
+LONG_PROMPT = "a prompt that takes a while to prefill, " * 24
+"""Four seconds: a test that stands still for a while still finds it under way."""
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +65,18 @@ def _stream(mesh: Mesh, prompt: str, max_tokens: int = TOKENS) -> Stream:
 
 def _more_than(answers: Sequence[clients.Answer], n: int) -> bool | None:
     return len(answers) > n or None
+
+
+def _decoding(mesh: Mesh) -> str:
+    """Where the newest stream, which has begun, is decoded."""
+    return str(placements(mesh)[-1]["decode"])
+
+
+def _computing(mesh: Mesh, known: int) -> str:
+    """Wait until the prompt of the request after *known* ones is being computed, and say where."""
+    placed = mesh.wait(lambda: next(iter(placements(mesh)[known:]), None), what="a placement")
+    mesh.wait_log(placed["prefill"], "prompt_begun", job_id=placed["job_id"])
+    return str(placed["prefill"])
 
 
 def _other(name: str) -> str:
@@ -117,14 +133,15 @@ def test_a_restarted_conductor_learns_the_blocks_again(small_mesh: Mesh) -> None
 def test_a_stream_goes_on_at_the_spare_decode_instance(mesh: Mesh) -> None:
     with _stream(mesh, "decode dies") as stream:
         stream.wait_chunks(10)
-        mesh.kill(mesh.wait_busy("decode"))
+        mesh.kill(_decoding(mesh))
         assert stream.result() == clients.expected_text("decode dies", TOKENS)
     mesh.wait_idle()
 
 
 def test_a_request_goes_on_at_the_spare_prefill_instance(mesh: Mesh) -> None:
+    known = len(placements(mesh))
     with _stream(mesh, "prefill dies: " + LONG_PROMPT) as stream:
-        mesh.kill(mesh.wait_busy("prefill"))
+        mesh.kill(_computing(mesh, known))
         assert stream.text == ""
         assert stream.result() == clients.expected_text("prefill dies: " + LONG_PROMPT, TOKENS)
     mesh.wait_idle()
@@ -152,8 +169,9 @@ def test_a_stream_without_a_spare_goes_on_after_the_restart(small_mesh: Mesh, na
 @pytest.mark.parametrize("name", ["prefill0", "messenger0", "messenger1"])
 def test_a_request_in_prefill_without_a_spare_goes_on_after_the_restart(small_mesh: Mesh, name: str) -> None:
     mesh, prompt = small_mesh, f"{name} dies and comes back: " + LONG_PROMPT
+    known = len(placements(mesh))
     with _stream(mesh, prompt, 20) as stream:
-        mesh.wait_busy("prefill")
+        _computing(mesh, known)
         mesh.kill(name)
         mesh.start(name)
         assert stream.result() == clients.expected_text(prompt, 20)
@@ -209,7 +227,7 @@ def test_the_work_of_a_killed_gateway_is_dropped(small_mesh: Mesh) -> None:
 def test_two_losses_in_one_stream(mesh: Mesh) -> None:
     with _stream(mesh, "decode dies twice", 2 * TOKENS) as stream:
         stream.wait_chunks(10)
-        first = mesh.wait_busy("decode")
+        first = _decoding(mesh)
         mesh.kill(first)
         at = stream.chunks
         stream.wait_chunks(at + 20)
@@ -235,15 +253,18 @@ def test_a_stalled_decode_instance_goes_on(small_mesh: Mesh) -> None:
 
 def test_a_decode_instance_that_stalls_until_it_is_declared_dead(mesh: Mesh) -> None:
     """Its request goes on elsewhere; what it still says when it wakes up changes nothing."""
-    with _stream(mesh, "decode stalls for long", 2 * TOKENS) as stream:
+    mesh.restart("conductor", *LEASES)
+    mesh.wait_healthy()
+    n_tokens = 4 * TOKENS  # it has to last until the other one wakes up
+    with _stream(mesh, "decode stalls for long", n_tokens) as stream:
         stream.wait_chunks(10)
-        stalled = mesh.wait_busy("decode")
+        stalled = _decoding(mesh)
         mesh.stop(stalled)
         mesh.wait(lambda: _health(mesh, stalled) == "dead" or None, what=f"{stalled} to be declared dead")
-        at = stream.chunks
-        stream.wait_chunks(at + 10)
+        mesh.wait(lambda: _decoding(mesh) != stalled or None, what="the stream to be placed again")
         mesh.cont(stalled)
-        assert stream.result() == clients.expected_text("decode stalls for long", 2 * TOKENS)
+        assert stream.result() == clients.expected_text("decode stalls for long", n_tokens)
+    mesh.restart("conductor")
     mesh.wait_healthy()
     mesh.wait_idle()
 
@@ -256,8 +277,9 @@ def _health(mesh: Mesh, name: str) -> str:
 
 
 def test_a_client_that_leaves_during_prefill_frees_everything(mesh: Mesh) -> None:
+    known = len(placements(mesh))
     with _stream(mesh, "leaves early: " + LONG_PROMPT) as stream:
-        mesh.wait_busy("prefill")
+        _computing(mesh, known)
         stream.disconnect()
     assert stream.text == ""
     mesh.wait_idle()
@@ -312,8 +334,10 @@ def test_sequences_that_outgrow_the_pool_make_room_for_each_other() -> None:
     }
     with Mesh(flags=flags) as mesh:
         prompts = ["the first of two that grow", "the other of two that grow"]
-        with _stream(mesh, prompts[0], TOKENS) as first, _stream(mesh, prompts[1], TOKENS) as second:
-            texts = [first.result(), second.result()]
+        with ExitStack() as stack:
+            with decoded_together(mesh, 2):
+                streams = [stack.enter_context(_stream(mesh, prompt)) for prompt in prompts]
+            texts = [stream.result() for stream in streams]
         assert texts == [clients.expected_text(prompt, TOKENS, config) for prompt in prompts]
         assert mesh.find_log("decode0", "job_preempted", swapped=False) is not None
         mesh.wait_idle()
@@ -324,14 +348,15 @@ def test_sequences_that_outgrow_the_pool_make_room_for_each_other() -> None:
 
 def test_a_gateway_that_is_told_to_stop_finishes_its_streams(small_mesh: Mesh) -> None:
     mesh = small_mesh
-    with _stream(mesh, "the gateway drains") as stream:
+    n_tokens = 4 * TOKENS  # it has to last until the refusal
+    with _stream(mesh, "the gateway drains", n_tokens) as stream:
         stream.wait_chunks(5)
         base = mesh.http
         mesh.terminate("gateway0")
         mesh.wait_log("gateway0", "stopping")
         refused = mesh.wait(lambda: _refused(base), what="the gateway to refuse new requests")
         assert refused.json()["error"]["code"] == "draining"
-        assert stream.result() == clients.expected_text("the gateway drains", TOKENS)
+        assert stream.result() == clients.expected_text("the gateway drains", n_tokens)
     assert mesh.exit_code("gateway0") == 0
 
 
@@ -343,10 +368,11 @@ def _refused(base: str) -> clients.Answer | None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_that_is_told_to_stop_finishes_its_jobs(mesh: Mesh, role: str) -> None:
     prompt = f"{role} drains: " + (LONG_PROMPT if role == "prefill" else "")
+    known = len(placements(mesh))
     with _stream(mesh, prompt) as stream:
         if role == "decode":
             stream.wait_chunks(5)
-        name = mesh.wait_busy(role)
+        name = _decoding(mesh) if role == "decode" else _computing(mesh, known)
         mesh.terminate(name)
         assert stream.result() == clients.expected_text(prompt, TOKENS)
     assert mesh.exit_code(name) == 0
