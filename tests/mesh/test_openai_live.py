@@ -387,7 +387,7 @@ def test_one_too_many_gets_a_rate_limit_error(slow_mesh: Mesh) -> None:
 
 
 def test_the_package_retries_until_there_is_room(slow_mesh: Mesh) -> None:
-    with connect(slow_mesh, max_retries=4) as client, connect(slow_mesh) as first:
+    with connect(slow_mesh, max_retries=20) as client, connect(slow_mesh) as first:
         stream = first.completions.create(model=MODEL, prompt="a", temperature=0, max_tokens=20, stream=True)
         next(iter(stream))
         answer = client.completions.create(model=MODEL, prompt="b", temperature=0, max_tokens=3)

@@ -187,7 +187,7 @@ def test_a_gateway_that_is_killed_ends_its_streams_and_its_next_life_answers(own
 
 def test_a_gateway_that_stops_in_order_finishes_its_streams_and_takes_no_more(slow_mesh: Mesh) -> None:
     with SyncMooncakeClient(slow_mesh.sdk) as client:
-        stream = client.stream("x", max_tokens=60, ignore_eos=True)
+        stream = client.stream("x", max_tokens=300, ignore_eos=True)  # it has to last until the refusal
         next(stream)
         slow_mesh.terminate("gateway0")
 
