@@ -170,6 +170,7 @@ class Books:
     """
 
     mesh: Mesh
+    settle_s: float = SETTLE_S
     blocks: dict[str, int] = field(default_factory=dict)
     members: frozenset[str] = frozenset()
     descriptors: dict[str, int] = field(default_factory=dict)
@@ -186,14 +187,14 @@ class Books:
         self.descriptors = {name: _descriptors(self.mesh.pid(name)) + spare for name in self.mesh.names}
 
     def differences(self, since_s: float) -> list[str]:
-        """What is not as at the start SETTLE_S after *since_s* (monotonic), or later if asked later; in words."""
+        """What is not as at the start ``settle_s`` after *since_s* (monotonic), or later if asked later; in words."""
         try:
             self.mesh.wait_healthy()
         except AssertionError as ill:
             return [str(ill)]
         while True:
             found = self._differences()
-            if not found or time.monotonic() > since_s + SETTLE_S:
+            if not found or time.monotonic() > since_s + self.settle_s:
                 return found
             time.sleep(_LOOK_EVERY_S)
 
@@ -232,7 +233,7 @@ class Books:
                 self._placed(f"{time.monotonic_ns()} hello {number}") for number in range(1 + burst % _MOST_AT_ONCE)
             ]
             for ask, prefill, decode in asks:
-                end = ask.end(timeout_s=20.0)
+                end = ask.end(timeout_s=40.0)
                 assert end.kind == "finished", end
                 pairs.discard((prefill, decode))
                 for worker, n_blocks in ((prefill, 1), (decode, None)):  # the shorter prefix first: it is new
@@ -263,7 +264,7 @@ class Books:
             with clients.dealer(self.mesh.endpoint(f"messenger{node}")) as plug:
                 plug.send_multipart(codec.encode(order, Envelope()))
                 plug.send_multipart(codec.encode(Ping(), Envelope(id=MessageId("1"))))
-                clients.receive(plug, timeout_s=5.0)  # it has begun
+                clients.receive(plug, timeout_s=30.0)  # it has begun
         self.mesh.wait_idle()
 
 

@@ -127,7 +127,7 @@ def _prefix(scene: Scene, by: _Settings) -> None:
 
 def _queued(scene: Scene, by: _Settings) -> None:
     for number in range(4):
-        scene.place(_prompt(f"{number} before {by.prompt[:16]}", 8), 4)
+        scene.place(_prompt(f"{number} before {by.prompt[:16]}", 20), 4)
     scene.place(by.other_prompt, seed=by.other_seed)
     scene.place(by.prompt, seed=by.seed)
     scene.mesh.wait(lambda: _n_jobs(scene.mesh, scene.prefill) >= 3 or None, what="a queue")

@@ -9,12 +9,16 @@ from collections.abc import Iterator
 import pytest
 
 from bench.fault_matrix import Cell, Fault, Target, run_cell
-from bench.fault_mesh import Books, fault_mesh
+from bench.fault_mesh import FLAGS, Books, fault_mesh
 from bench.fault_stages import Scene, Stage
 from tests.mesh import clients
 from tests.mesh.harness import Mesh
 
 pytestmark = pytest.mark.mesh
+
+SETTLE_S = 20.0
+"""That nothing is left matters here, how soon does in the benchmark."""
+PATIENT = ("--suspect-after-s=5", "--dead-after-s=8")
 
 CELLS = [
     Cell(target=Target.CONDUCTOR, fault=Fault.RESTART, stage=Stage.PLACING),
@@ -30,14 +34,14 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:
-    with fault_mesh() as mesh:
+    with fault_mesh({**FLAGS, "conductor": [*FLAGS["conductor"], *PATIENT]}) as mesh:
         yield mesh
 
 
 @pytest.fixture(scope="module")
 def books(mesh: Mesh) -> Books:
     """Field report P24: counters and descriptors that leak one for each loss are seen (vllm-project/router#215)."""
-    books = Books(mesh)
+    books = Books(mesh, SETTLE_S)
     books.open()
     return books
 
@@ -52,14 +56,15 @@ def test_nothing_is_lost_and_nothing_is_left(mesh: Mesh, books: Books, number: i
 
 def test_a_client_that_leaves_stops_a_long_prefill_at_the_next_chunk(mesh: Mesh, books: Books) -> None:
     """Field report P4: nobody grinds through the chunks of a prompt that no one waits for (ai-dynamo/dynamo#13691)."""
-    began_s = time.monotonic()
     scene = Scene(mesh)
-    scene.place("nobody will read the answer to this " * 40, 1)
+    scene.place("nobody will read the answer to this " * 160, 1)
     mesh.wait_log(scene.prefill, "chunk_computed", job_id=scene.job_id)
     scene.asks[0].opened.disconnect()
-    assert books.differences(began_s + 5.0) == []
-    chunks = [event for event in mesh.logs(scene.prefill) if event["event"] == "chunk_computed"]
-    assert 1 <= sum(event["job_id"] == scene.job_id for event in chunks) <= 4, "of 23"
+    mesh.wait_log(scene.prefill, "job_cancelled", job_id=scene.job_id)
+    assert books.differences(time.monotonic()) == []
+    events = [event["event"] for event in mesh.logs(scene.prefill) if event.get("job_id") == scene.job_id]
+    assert events[events.index("job_cancelled") :].count("chunk_computed") <= 1, "but that which was being computed"
+    assert events.count("chunk_computed") < 90, "of 91"
 
 
 def test_of_a_prompt_that_is_cached_as_a_whole_the_last_block_is_computed(mesh: Mesh) -> None:
