@@ -1,13 +1,13 @@
-"""A relay between two messengers' TCP transports that can damage, delay and cut what flows through it.
+"""A relay between two messengers' TCP transports that can damage, hold and cut what flows through it.
 
 It stands where a messenger advertises its data port (``--advertise-data``), reads the frames of the control connections
 (see messenger/transports/frames.py) and forwards everything. Small payloads, all that a fake engine has, travel there.
+How many slices come in one frame is for the sender's path to decide, so places are counted in slices.
 """
 
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -22,16 +22,18 @@ class _Cut(Exception):
 
 
 class Relay:
-    """``target`` says where the messenger really listens, once it is known. Faults count from the next frame on."""
+    """``target`` says where the messenger really listens, once it is known. ``slices`` have been passed on; while
+    ``passing`` is clear none is."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.target: Callable[[], int] = lambda: 0
-        self.frames = 0
+        self.slices = 0
         self.damaged = 0
         self.cuts = 0
-        self.delay_s = 0.0
+        self.passing = threading.Event()
+        self.passing.set()
         self._damage_at: int | None = None
         self._cut_at: int | None = None
         self._sockets: list[socket.socket] = []
@@ -45,6 +47,7 @@ class Relay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.passing.set()
         with self._lock:
             sockets = [self._listener, *self._sockets]
         for one in sockets:
@@ -58,13 +61,13 @@ class Relay:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def damage_frame(self, *, after: int = 0) -> None:
-        """Flip one bit in the payload of the next frame that has one, or of one *after* that many frames."""
-        self._damage_at = self.frames + after
+    def damage(self, *, after: int = 0) -> None:
+        """Flip one bit in the frame with the next slice, or with one *after* that many."""
+        self._damage_at = self.slices + after
 
-    def cut_frame(self, *, after: int = 0) -> None:
-        """End the connection in the middle of a payload."""
-        self._cut_at = self.frames + after
+    def cut(self, *, after: int = 0) -> None:
+        """End the connection in the middle of that frame's payload."""
+        self._cut_at = self.slices + after
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -112,16 +115,20 @@ class Relay:
             _, _, n_slices, carriage, payload_bytes = HEAD.unpack(head)
             entries = _exactly(source, n_slices * ENTRY.size)
             payload = _exactly(source, payload_bytes if carriage == Carriage.INLINE else 0)
-            time.sleep(self.delay_s)
-            if self._cut_at is not None and self.frames >= self._cut_at and payload:
+            self.passing.wait()
+            if payload and self._is_due(self._cut_at, n_slices):
                 self._cut_at, self.cuts = None, self.cuts + 1
                 sink.sendall(head + entries + payload[: len(payload) // 2])
                 raise _Cut
-            sink.sendall(head + entries + self._perhaps_damaged(payload))
-            self.frames += 1
+            sink.sendall(head + entries + self._perhaps_damaged(payload, n_slices))
+            self.slices += n_slices
 
-    def _perhaps_damaged(self, payload: bytes) -> bytes:
-        if self._damage_at is None or self.frames < self._damage_at or not payload:
+    def _is_due(self, at: int | None, n_slices: int) -> bool:
+        """Whether slice *at* is among those that come next."""
+        return at is not None and at < self.slices + n_slices
+
+    def _perhaps_damaged(self, payload: bytes, n_slices: int) -> bytes:
+        if not payload or not self._is_due(self._damage_at, n_slices):
             return payload
         self._damage_at, self.damaged = None, self.damaged + 1
         return payload[:-1] + bytes([payload[-1] ^ 1])

@@ -1,11 +1,13 @@
-"""The KV that decode reads is what crossed the wire: a relay between the messengers damages, delays and cuts it."""
+"""The KV that decode reads is what crossed the wire: a relay between the messengers damages, holds and cuts it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from tests.mesh import clients
+from tests.mesh.clients import Stream
 from tests.mesh.harness import Mesh
 from tests.mesh.relay import Relay
 
@@ -38,18 +40,18 @@ def checked() -> Iterator[tuple[Mesh, Relay]]:
 
 def test_the_advertised_address_is_used(checked: tuple[Mesh, Relay]) -> None:
     mesh, relay = checked
-    before = relay.frames
+    before = relay.slices
     assert clients.complete(mesh.http, "relayed: " + PROMPT, TOKENS) == clients.expected_text(
         "relayed: " + PROMPT, TOKENS
     )
-    assert relay.frames > before
+    assert relay.slices > before
     assert mesh.wait_log("prefill0", "prefill_sent")["transport"] == "tcp"
 
 
 def test_a_damaged_slice_is_found_and_the_request_ends_right(checked: tuple[Mesh, Relay]) -> None:
     mesh, relay = checked
     prompt = "damaged: " + PROMPT
-    relay.damage_frame(after=2)
+    relay.damage(after=8)
     assert clients.complete(mesh.http, prompt, TOKENS) == clients.expected_text(prompt, TOKENS)
     assert relay.damaged == 1
     found = [event for name in ("messenger0", "messenger1") for event in mesh.logs(name)]
@@ -60,23 +62,38 @@ def test_a_damaged_slice_is_found_and_the_request_ends_right(checked: tuple[Mesh
 def test_a_cut_connection_is_made_again_and_the_request_ends_right(checked: tuple[Mesh, Relay]) -> None:
     mesh, relay = checked
     prompt = "cut: " + PROMPT
-    relay.cut_frame(after=2)
+    relay.cut(after=8)
     assert clients.complete(mesh.http, prompt, TOKENS) == clients.expected_text(prompt, TOKENS)
     assert relay.cuts == 1
     mesh.wait_idle()
 
 
-def test_slices_arrive_while_prefill_computes_also_over_a_slow_path(checked: tuple[Mesh, Relay]) -> None:
+def _sent(mesh: Mesh) -> list[dict[str, Any]]:
+    return [event for event in mesh.logs("prefill0") if event["event"] == "prefill_sent"]
+
+
+def _landed_bytes(mesh: Mesh) -> int:
+    """What messenger0 has sent and knows to be there, as it last told."""
+    return next(
+        s.load.transferred_bytes for s in mesh.status().cluster.members if s.member.instance_id == "messenger0"
+    )
+
+
+def test_slices_arrive_while_prefill_computes_and_what_comes_late_is_waited_for(checked: tuple[Mesh, Relay]) -> None:
+    """Some have landed while it computes; the others stay in the relay until it has drawn a token."""
     mesh, relay = checked
-    prompt = "delayed: " + PROMPT
-    relay.delay_s = 0.02
-    try:
-        assert clients.complete(mesh.http, prompt, TOKENS) == clients.expected_text(prompt, TOKENS)
-    finally:
-        relay.delay_s = 0.0
-    sent = [event for event in mesh.logs("prefill0") if event["event"] == "prefill_sent"][-1]
-    assert sent["overlapped_bytes"] > 0
-    assert sent["sent_bytes"] > sent["overlapped_bytes"]
+    mesh.wait_idle()
+    prompt = "held up: " + PROMPT * 8
+    known, landed = len(_sent(mesh)), _landed_bytes(mesh)
+    with Stream(mesh.http, prompt, TOKENS) as stream:
+        mesh.wait(lambda: _landed_bytes(mesh) > landed or None, what="the first slices to land")
+        relay.passing.clear()
+        assert stream.chunks == 0, "its prompt is still being computed"
+        stream.wait_chunks(1)
+        relay.passing.set()
+        assert stream.result() == clients.expected_text(prompt, TOKENS)
+    sent = mesh.wait(lambda: next(iter(_sent(mesh)[known:]), None), what="the end of the transfer")
+    assert 0 < sent["overlapped_bytes"] < sent["sent_bytes"]
 
 
 def test_without_checksums_a_damaged_slice_changes_the_output() -> None:
@@ -85,7 +102,7 @@ def test_without_checksums_a_damaged_slice_changes_the_output() -> None:
         assert clients.complete(mesh.http, "whole: " + PROMPT, TOKENS) == clients.expected_text(
             "whole: " + PROMPT, TOKENS
         )
-        relay.damage_frame()
+        relay.damage()
         damaged = clients.complete(mesh.http, "damaged: " + PROMPT, TOKENS)
         assert relay.damaged == 1
     expected = clients.expected_text("damaged: " + PROMPT, TOKENS)
