@@ -71,7 +71,7 @@ def test_two_that_come_together_are_decoded_together_from_the_first_step_on(site
 
 
 def test_who_waits_goes_on_when_the_one_it_waits_for_leaves(site: Site) -> None:
-    long = "one that takes the prefill instance long " * 3
+    long = "one that takes the prefill instance long " * 6
     site.mesh.stop("prefill0")
     with Stream(site.mesh.http, "waits", TOKENS) as waits, Stream(site.mesh.http, long, TOKENS) as leaves:
         site.wait_queued(2)
@@ -84,12 +84,12 @@ def test_who_waits_goes_on_when_the_one_it_waits_for_leaves(site: Site) -> None:
 
 def test_nobody_waits_while_no_other_computes(site: Site) -> None:
     site.board.rest()
-    long = "one that takes the prefill instance long, and stays " * 3
+    long = "one that takes the prefill instance long, and is not waited for " * 16
     site.mesh.stop("prefill0")
     with Stream(site.mesh.http, "goes on", TOKENS) as goes_on, Stream(site.mesh.http, long, TOKENS) as comes:
         site.wait_queued(2)
         site.mesh.cont("prefill0")
         assert goes_on.result() == clients.expected_text("goes on", TOKENS)
         assert comes.chunks == 0
-        assert comes.result() == clients.expected_text(long, TOKENS)
+        comes.disconnect()
     site.mesh.wait_idle()
