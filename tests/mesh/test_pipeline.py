@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -54,16 +55,22 @@ def computed(mesh: Mesh, name: str, least_chunks: int) -> list[dict[str, float]]
     return mesh.wait(look, what=f"{name} to compute {least_chunks} chunks")
 
 
+def sends(mesh: Mesh) -> list[dict[str, Any]]:
+    return [entry for entry in mesh.logs("prefill0") if entry.get("event") == "prefill_sent"]
+
+
 def test_two_stages_say_what_one_says_and_overlap(mesh: Mesh) -> None:
     roles = {state.member.instance_id: state.member.role for state in mesh.status().cluster.members}
     assert roles[InstanceId("prefill0-1")] is Role.STAGE
+    n_before, n_sent = len(computed(mesh, "prefill0", 0)), len(sends(mesh))
     assert clients.complete(mesh.http, PROMPT, TOKENS) == expected(PROMPT)
-    head, stage = computed(mesh, "prefill0", 3), computed(mesh, "prefill0-1", 3)
+    sent = mesh.wait(lambda: next(iter(sends(mesh)[n_sent:]), None), what="the end of the transfer")
+    head = computed(mesh, "prefill0", n_before + 3)[n_before:]
+    stage = computed(mesh, "prefill0-1", n_before + len(head))[n_before:]
     assert [chunk["start"] for chunk in stage] == [chunk["start"] for chunk in head]
     end_s = head[0]["began_s"] + head[0]["compute_s"]
     assert stage[0]["began_s"] >= end_s
     assert stage[0]["began_s"] < head[-1]["began_s"]  # one prompt, in both stages at once
-    sent = mesh.wait_log("prefill0", "prefill_sent")
     assert sent["sent_bytes"] > 0
     mesh.wait_idle()
 

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,15 @@ def mesh() -> Iterator[Mesh]:
 
 def _serves(mesh: Mesh, about: str) -> None:
     prompt = f"{about}, and enough words behind it for some blocks; " * 8
+    known = len(_sent(mesh))
     assert clients.complete(mesh.http, prompt, TOKENS) == clients.expected_text(prompt, TOKENS)
-    sent = [event for event in mesh.logs("prefill0") if event["event"] == "prefill_sent"][-1]
+    sent = mesh.wait(lambda: next(iter(_sent(mesh)[known:]), None), what="the end of the transfer")
     assert sent["transport"] == "tcp+tls"
     assert sent["sent_bytes"] > 0
+
+
+def _sent(mesh: Mesh) -> list[dict[str, Any]]:
+    return [event for event in mesh.logs("prefill0") if event["event"] == "prefill_sent"]
 
 
 def test_requests_are_answered(mesh: Mesh) -> None:
