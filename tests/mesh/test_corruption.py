@@ -74,9 +74,7 @@ def _sent(mesh: Mesh) -> list[dict[str, Any]]:
 
 def _landed_bytes(mesh: Mesh) -> int:
     """What messenger0 has sent and knows to be there, as it last told."""
-    return next(
-        s.load.transferred_bytes for s in mesh.status().cluster.members if s.member.instance_id == "messenger0"
-    )
+    return next(s.load.transferred_bytes for s in mesh.status().cluster.members if s.member.instance_id == "messenger0")
 
 
 def test_slices_arrive_while_prefill_computes_and_what_comes_late_is_waited_for(checked: tuple[Mesh, Relay]) -> None:
