@@ -46,11 +46,16 @@ def test_a_trace_is_replayed_with_its_prefixes(fake_mesh: Mesh, tmp_path: Path) 
     trace = tmp_path / "trace.jsonl"
     ids = ([1, 2, 3], [1, 2, 4], [1, 2, 3])
     lines = [
-        {"timestamp": 1000 * n, "input_length": 1536, "output_length": 64, "hash_ids": blocks}
+        {"timestamp": 4000 * n, "input_length": 1536, "output_length": 64, "hash_ids": blocks}
         for n, blocks in enumerate(ids)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ("--workload=trace", f"--trace={trace}", "--speed=4", "--length-scale=0.0625", "--seconds=10")
+    flags = (
+        "--workload=trace",
+        f"--trace={trace}",
+        "--length-scale=0.0625",
+        "--seconds=20",
+    )  # one is over before the next
     report = _report(fake_mesh, *flags)
     assert (report["completed"], report["total_input_tokens"], report["total_output_tokens"]) == (3, 3 * 96, 3 * 4)
     assert report["cached_tokens"] == 64 + 80  # of a prompt that is known whole the last block is computed

@@ -32,7 +32,7 @@ def mesh() -> Iterator[Mesh]:
 
 def _drain(mesh: Mesh, *words: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "mooncake_mesh", "drain", *words, f"--conductor={mesh.conductor}"]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
 
 
 @contextmanager
@@ -83,11 +83,14 @@ def test_a_rolling_restart_of_all_workers_fails_no_request(mesh: Mesh) -> None:
 def test_a_drained_node_serves_its_kv_until_it_is_gone(mesh: Mesh) -> None:
     """What it computed is not computed anew elsewhere."""
     prompt = "whole blocks that were computed on a node which is then drained " * 4
+    mesh.wait_idle()
+    known = mesh.status().indexed_blocks
     clients.complete(mesh.http, prompt, 1)
     first = [event["prefill"] for event in mesh.logs("conductor") if event["event"] == "request_placed"][-1]
     node, other = ("node0", "messenger1") if first == "prefill0" else ("node1", "messenger0")
     source = f"messenger{node[-1]}"
-    mesh.wait(lambda: mesh.status().indexed_blocks[node] or None, what="the blocks to be indexed")
+    n_blocks = known[node] + len(prompt) // 16
+    mesh.wait(lambda: mesh.status().indexed_blocks[node] >= n_blocks or None, what="its blocks to be indexed")
 
     said = _drain(mesh, node)
     assert (said.returncode, said.stdout.splitlines()[-1]) == (0, f"{first}: drained, serving KV"), said.stderr
