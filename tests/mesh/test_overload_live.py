@@ -1,7 +1,7 @@
 """Overload on a live mesh: who is decoded, who waits for it, who is refused, and that nothing is left behind.
 
 Two decode instances that take 60 ms for each sequence of a step. Two sequences each keep within the objective of
-150 ms, three do not.
+175 ms, three do not: also where steps take 40 % longer on a busy machine.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.fault_mesh import placements
 from mooncake_mesh.policy.cost_profile import load_kinds
 from mooncake_proto.control import ClassReport, Role
 from tests.mesh import clients
@@ -42,9 +43,9 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     profile = tmp_path_factory.mktemp("cost") / "cost.json"
     profile.write_text(json.dumps(COST))
     flags = {
-        "conductor": ["--tbt-slo-s=0.15", "--ttft-slo-s=20", "--wip-limit=100", f"--cost-profile={profile}"],
+        "conductor": ["--tbt-slo-s=0.175", "--ttft-slo-s=20", "--wip-limit=100", f"--cost-profile={profile}"],
         "decode": ["--fake-decode-s-per-slot=0.06"],
-        "prefill": ["--fake-prefill-s-per-token=0.002"],
+        "prefill": ["--fake-prefill-s-per-token=0.002", "--log-level=debug"],
     }
     with Mesh(flags=flags, decode_nodes=(1, 1)) as mesh:
         yield mesh
@@ -101,7 +102,7 @@ def test_baseline_refuses_at_decode_what_would_make_steps_too_long(mesh: Mesh) -
 def test_refused_at_decode_it_is_decoded_elsewhere_with_the_same_text(mesh: Mesh, sampling: dict[str, object]) -> None:
     """Both instances are full when it is placed; when its prompt is computed, only the other one has a place."""
     admitting(mesh, "baseline")
-    prompt = f"with {sampling} " + "a prompt that takes three seconds to compute, " * 32
+    prompt = f"with {sampling} " + "a prompt that takes eight seconds to compute, " * 88
     with ExitStack() as stack:
         streams, owners = [], []
         for i in range(4):
@@ -178,7 +179,7 @@ def test_a_held_request_can_be_cancelled_and_a_lost_worker_changes_no_text(mesh:
 
 def test_a_request_that_is_held_too_long_is_refused(mesh: Mesh) -> None:
     mesh.wait_idle()
-    mesh.restart("conductor", "--admission=hold", "--ttft-slo-s=3", "--decode-s=0.1")
+    mesh.restart("conductor", "--admission=hold", "--ttft-slo-s=6", "--decode-s=0.1")
     mesh.wait_healthy()
     with ExitStack() as stack:
         streams = fill(mesh, stack)
@@ -196,20 +197,25 @@ def test_the_urgent_overtake_in_the_prefill_queue(mesh: Mesh) -> None:
         return _prefills(mesh) == n or None
 
     with ExitStack() as stack:
-        long = stack.enter_context(Stream(mesh.http, "a long prompt that keeps the instance busy " * 40, 1))
+        known = len(placements(mesh))
+        long = stack.enter_context(Stream(mesh.http, "a long prompt that keeps the instance busy " * 96, 1))
         mesh.wait(lambda: has(1), what="the long prompt to be computed")
         standard = [stack.enter_context(Stream(mesh.http, f"{i} standard " * 12, 1)) for i in range(4)]
         mesh.wait(lambda: has(5), what="the others to wait for it")
         urgent = stack.enter_context(Stream(mesh.http, "urgent " * 12, 1, {"priority": -5}))
-        urgent.wait_over()
-        assert sum(one.is_over for one in standard) < 4, "it overtook who had not begun"
         for one in (long, urgent, *standard):
             assert one.result() == clients.expected_text(one.prompt, 1)
     mesh.wait_idle()
+    placed = [event["job_id"] for event in placements(mesh)[known:]]
+    begun = [event["job_id"] for event in mesh.logs("prefill0") if event["event"] == "prompt_begun"][-6:]
+    assert begun[:2] == [placed[0], placed[-1]], "it overtook who had not begun"
+    assert set(begun) == set(placed)
 
 
 def test_what_happened_is_told_by_class_in_status_and_metrics(mesh: Mesh) -> None:
-    admitting(mesh, "early")
+    mesh.wait_idle()
+    mesh.restart("conductor", "--admission=early", "--tbt-slo-s=60")  # good also where a process stood still
+    mesh.wait_healthy()
     clients.complete(mesh.http, "counted", 3)
     clients.complete(mesh.http, "counted as urgent", 3, priority=-1)
 
@@ -222,7 +228,8 @@ def test_what_happened_is_told_by_class_in_status_and_metrics(mesh: Mesh) -> Non
         "one may be of the test before"
     )
     assert classes["standard"].ttft.objective_s == 20
-    assert 0 < classes["standard"].tbt.p50_s < 0.15
+    assert classes["standard"].tbt.objective_s == 60
+    assert 0 < classes["standard"].tbt.p50_s < 60
     metrics = clients.get(mesh.http, "/metrics").body.decode()
     assert f'mooncake_slo_good_requests_total{{class="urgent"}} {classes["urgent"].good}.0' in metrics
     assert "mooncake_estimate_error_ratio{" in metrics
