@@ -183,6 +183,9 @@ class Mesh:
     def is_running(self, name: str) -> bool:
         return self._children[name].is_running
 
+    def is_paused(self, name: str) -> bool:
+        return self._children[name].is_paused
+
     def pid(self, name: str) -> int:
         process = self._children[name].process
         assert process is not None

@@ -29,7 +29,9 @@ from tests.mesh.harness import Mesh
 pytestmark = pytest.mark.mesh
 
 CONDUCTORS = ("conductor", "conductor1")
-LEASE_S = 4
+LEASE_S = 6
+"""So that a leader that stands still for some seconds goes on; a request waits 15 s for another one."""
+ANSWER_S = 5
 TOKENS = 500
 MOST_WAITING = 16
 SLOW = {"decode": ["--fake-decode-s-base=0.02"]}
@@ -44,20 +46,19 @@ class MeshOfTwo(Mesh):
 
     @property
     def conductor(self) -> str:
-        """Endpoint of the one that leads. Raises NoAnswer while none does."""
-        leader = self.leader()
-        if leader is None:
-            raise NoAnswer("nobody leads")
-        return self.endpoint(leader)
+        """Endpoint of the one that leads, as soon as one does."""
+        return self.endpoint(self.wait_leader())
 
     def standing(self, name: str) -> LeaderReport | None:
-        """What a conductor says of itself; None while it says nothing."""
-        if not self.is_running(name):
-            return None
-        try:
-            return clients.ask(self.endpoint(name), LeaderQuery(), LeaderReport, timeout_s=0.3)
-        except NoAnswer:
-            return None
+        """What a conductor says of itself; None while it says nothing, which one that is well may for seconds."""
+        until_s = time.monotonic() + ANSWER_S
+        while self.is_running(name):
+            try:
+                return clients.ask(self.endpoint(name), LeaderQuery(), LeaderReport, timeout_s=0.3)
+            except NoAnswer:
+                if self.is_paused(name) or time.monotonic() > until_s:
+                    break
+        return None
 
     def leaders(self) -> list[str]:
         standings = [(name, self.standing(name)) for name in CONDUCTORS]
@@ -68,7 +69,7 @@ class MeshOfTwo(Mesh):
         assert len(leaders) <= 1, leaders
         return leaders[0] if leaders else None
 
-    def wait_leader(self, name: str | None = None, *, timeout_s: float = 20.0) -> str:
+    def wait_leader(self, name: str | None = None, *, timeout_s: float = 30.0) -> str:
         def look() -> str | None:
             leader = self.leader()
             return leader if name is None or leader == name else None
@@ -245,7 +246,7 @@ def test_an_order_of_an_earlier_leader_is_not_heeded() -> None:
         with clients.dealer(mesh.endpoint("prefill0")) as plug:
             for message, envelope in ((order, Envelope()), (Ping(), Envelope(id=MessageId("1")))):
                 plug.send_multipart(codec.encode(message, envelope))
-            clients.receive(plug, timeout_s=5.0)  # it has read both
+            clients.receive(plug, timeout_s=15.0)  # it has read both
             assert mesh.find_log("prefill0", "role_switch_begun") is None
             plug.send_multipart(codec.encode(replace(order, epoch=leader.epoch), Envelope()))
             mesh.wait_log("prefill0", "role_switch_begun", to="decode")
