@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from mooncake_proto.ids import Incarnation
 from tests.mesh import clients
 from tests.mesh.clients import NoAnswer
 from tests.mesh.fork_server import Forked, ForkServer
+from tests.mesh.ports import held_port
 
 T = TypeVar("T")
 
@@ -114,6 +116,7 @@ class Mesh:
         self._fork_server = Mesh.fork_servers.get(engine) if start is Start.FORK else None
         self._children: dict[str, _Child] = {}
         self._used_shm: set[str] = set()
+        self._held_ports: list[socket.socket] = []
         self._first_flags: dict[str, list[str]] = {}
         worker = [f"--engine={engine}", f"--model={model}", f"--dtype={dtype}"]
         conductor = f"--conductor={','.join(map(self._ipc, conductors))}"
@@ -310,12 +313,14 @@ class Mesh:
     def kill(self, name: str) -> None:
         """SIGKILL; returns when the process is gone. A gateway keeps its port for the next start."""
         child = self._children[name]
-        if child.role == "gateway":
-            child.flags.append(f"--port={self.http.rsplit(':', 1)[1]}")
+        port = self.http.rsplit(":", 1)[1] if child.role == "gateway" else ""
         assert child.process is not None
         child.killed.add(child.process.pid)
         child.process.kill()
         child.process.wait()
+        if port:
+            child.flags.append(f"--port={port}")
+            self._held_ports.append(held_port(int(port)))
 
     def restart(self, name: str, *flags: str) -> None:
         """End a process and start it again with *flags* more than at first, which win over those of the mesh."""
@@ -374,6 +379,8 @@ class Mesh:
             if child.process is not None and child.process.poll() is None:
                 child.process.kill()
                 child.process.wait()
+        for holder in self._held_ports:
+            holder.close()
         if self in Mesh.alive:
             Mesh.alive.remove(self)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import zmq
 
 from bench.transfer_nodes import Node, hold, landed, put
 from mooncake_mesh.errors import RemoteFailure
+from tests.mesh.ports import held_port
 from tests.unit.transport_doubles import Relay
 
 pytestmark = pytest.mark.mesh
@@ -55,8 +55,6 @@ def test_who_taps_the_network_sees_kv_only_where_it_is_not_encrypted(tmp_path: P
     """Without TLS the tap finds the blocks, so it would find them with TLS too."""
 
     async def run(relay: Relay) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            relay.port_behind = probe.getsockname()[1]
         reached = {"data-port": relay.port_behind, "advertise-data": f"127.0.0.1:{relay.port}"}
         async with _nodes(tmp_path, [("a", transport, {}), ("b", transport, reached)]) as (a, b):
             a.content[:] = np.frombuffer(os.urandom(N_BLOCKS * BLOCK), np.uint8).reshape(N_BLOCKS, BLOCK)
@@ -69,7 +67,9 @@ def test_who_taps_the_network_sees_kv_only_where_it_is_not_encrypted(tmp_path: P
 
     relay = Relay()
     try:
-        asyncio.run(run(relay))
+        with held_port() as holder:
+            relay.port_behind = holder.getsockname()[1]
+            asyncio.run(run(relay))
     finally:
         relay.close()
 

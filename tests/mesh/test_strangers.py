@@ -34,6 +34,7 @@ from mooncake_proto.envelope import Envelope
 from mooncake_proto.ids import MessageId
 from tests.mesh import clients
 from tests.mesh.harness import Mesh
+from tests.mesh.ports import held_port
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -74,8 +75,9 @@ class KeyedMesh(Mesh):
 
     def _ipc(self, name: str) -> str:
         if name not in self._addresses:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                self._addresses[name] = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+            holder = held_port()
+            self._held_ports.append(holder)
+            self._addresses[name] = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
         return self._addresses[name]
 
 
@@ -160,7 +162,7 @@ def test_strangers_hear_nothing_from_any_zeromq_socket(mesh: KeyedMesh, keys: Ke
             time.sleep(0.05)
         members = {name: _listen_in(stack, context, endpoint, keys.mesh) for name, endpoint in mesh.sockets.items()}
         for name, (dealer, listener) in members.items():
-            assert (listener if name == "cluster" else dealer).poll(5000), f"a member hears nothing from {name}"
+            assert (listener if name == "cluster" else dealer).poll(20_000), f"a member hears nothing from {name}"
     line = mesh.wait_log("conductor", "key_refused", key=other.own.public.decode())
     assert line["address"] == "127.0.0.1"
     assert mesh.find_log("conductor", "handshake_refused") is not None
