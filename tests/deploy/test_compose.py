@@ -98,8 +98,10 @@ def test_strangers_are_not_let_in(stack: Stack) -> None:
 
 
 def test_a_scaled_service_has_two_instances(stack: Stack) -> None:
-    alive = [name for name, health in stack.members().items() if name.startswith("prefill-") and health == "alive"]
-    assert len(alive) == 2
+    def n_alive() -> int:
+        return sum(name.startswith("prefill-") and health == "alive" for name, health in stack.members().items())
+
+    podman.until("two instances are alive", lambda: n_alive() == 2, 60)
 
 
 def test_every_service_passes_its_health_check(stack: Stack) -> None:
@@ -128,7 +130,7 @@ def test_a_killed_process_comes_back(stack: Stack, service: str) -> None:
 
     podman.until(f"{service} is back", is_back, 60)
     podman.until("the mesh is ready", Door(url=stack.url).is_ready, 60)
-    podman.until("a chat is answered", lambda: stack.door().answers(f"Is {service} back?"), 10)
+    podman.until("a chat is answered", lambda: stack.door().answers(f"Is {service} back?"), 60)
 
 
 def _free_port() -> int:

@@ -1,12 +1,24 @@
 """Meshes for tests, and the logs of their processes where a test fails."""
 
 from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Final
 
 import pytest
 
 from tests.mesh.browser import lacking
 from tests.mesh.fork_server import REAL_MODULES, ForkServer
 from tests.mesh.harness import Mesh
+
+_MOST_S: Final = 150.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test of a mesh has longer than others, or what it says it needs: each of its waits has half a minute, and tells
+    what did not come."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_MOST_S))
 
 
 @pytest.fixture(autouse=True, scope="session")

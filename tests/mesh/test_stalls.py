@@ -7,7 +7,7 @@ import pytest
 
 from bench.fault_stall import Party, StallPlan, run_stalls, table
 
-pytestmark = pytest.mark.mesh
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
 PLAN = StallPlan(unread=16, tokens=300, stall_s=6.0, per_s=10.0, warm_s=2.0, recover_s=3.0)
 
