@@ -220,19 +220,23 @@ def test_what_happened_is_told_by_class_in_status_and_metrics(mesh: Mesh) -> Non
     clients.complete(mesh.http, "counted as urgent", 3, priority=-1)
 
     def told() -> dict[str, ClassReport] | None:
-        classes = {one.name: one for one in mesh.status().classes}
+        """Those of one token, which may be of the test before, have no time between tokens."""
+        classes = {one.name: one for one in mesh.status().classes if one.tbt.p99_s > 0}
         return classes if set(classes) == {"urgent", "standard"} else None
 
     classes = mesh.wait(told, what="both requests to be reported")
-    assert all(one.requests == one.finished == one.good >= 1 for one in classes.values()), (
-        "one may be of the test before"
-    )
+    assert all(one.requests == one.finished == one.good >= 1 for one in classes.values())
     assert classes["standard"].ttft.objective_s == 20
     assert classes["standard"].tbt.objective_s == 60
-    assert 0 < classes["standard"].tbt.p50_s < 60
-    metrics = clients.get(mesh.http, "/metrics").body.decode()
-    assert f'mooncake_slo_good_requests_total{{class="urgent"}} {classes["urgent"].good}.0' in metrics
-    assert "mooncake_estimate_error_ratio{" in metrics
+    assert classes["standard"].tbt.p99_s < 60
+
+    def same() -> str | None:
+        """The metrics, if nothing of the test before was reported meanwhile."""
+        metrics = clients.get(mesh.http, "/metrics").body.decode()
+        [urgent] = [one for one in mesh.status().classes if one.name == "urgent"]
+        return metrics if f'mooncake_slo_good_requests_total{{class="urgent"}} {urgent.good}.0' in metrics else None
+
+    assert "mooncake_estimate_error_ratio{" in mesh.wait(same, what="metrics to tell what the status tells")
 
 
 def test_profile_finds_the_times_that_the_engine_pretends(mesh: Mesh, tmp_path: Path) -> None:
