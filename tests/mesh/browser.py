@@ -117,7 +117,7 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def until(self, script: str, *, timeout_s: float = 20.0) -> Any:
+    def until(self, script: str, *, timeout_s: float = 40.0) -> Any:
         """The first true value of *script*."""
         return self._until(lambda: self.value(script), timeout_s, script)
 
