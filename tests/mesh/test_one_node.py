@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
-from mooncake_mesh.engine.fake import FakeConfig
-from mooncake_mesh.kv.layout import KvDtype, KvLayout
 from tests.mesh import clients
 from tests.mesh.clients import Stream
 from tests.mesh.harness import Mesh
@@ -36,6 +35,18 @@ def test_kv_goes_from_one_to_the_other_without_being_moved(mesh: Mesh) -> None:
     assert {entry["transport"] for entry in mesh.logs("prefill0") if entry["event"] == "prefill_sent"} == {"arena"}
 
 
+def test_stages_hand_over_what_each_of_them_wrote() -> None:
+    """Each tells of its layers on a connection of its own; nothing is taken before the last of them has."""
+    flags = {"prefill": ["--fake-layers=5", "--chunk-tokens=32"], "decode": ["--fake-layers=5"]}
+    config = replace(clients.FAKE, layout=replace(clients.FAKE.layout, layers=5))
+    with Mesh(prefill_nodes=(0,), prefill_stages=3, decode_nodes=(0,), flags=flags) as mesh:
+        for number in range(20):
+            prompt = f"{number} " + PROMPT
+            assert clients.complete(mesh.http, prompt, 20) == clients.expected_text(prompt, 20, config)
+        mesh.wait_log("prefill0", "prefill_sent", transport="arena", sent_bytes=0)
+        mesh.wait_idle()
+
+
 def test_what_was_computed_and_decoded_is_found_again(mesh: Mesh) -> None:
     text = clients.complete(mesh.http, PROMPT, 40)
     got = clients.post(mesh.http, "/v1/completions", clients.completion_fields(PROMPT + text + " and on", 5))
@@ -52,8 +63,7 @@ def test_prompts_that_fill_the_arena_do_not_wait_for_room_that_they_take_themsel
     """Each has seven of 128 blocks, and is decoded in those: 24 at once are computed long before they are decoded."""
     wide = ["--fake-head-dim=32"]
     flags = {"prefill": [*wide, "--fake-prefill-s-per-token=0.0005"], "decode": [*wide, "--fake-decode-s-base=0.005"]}
-    layout = KvLayout(layers=2, kv_heads=2, head_dim=32, dtype=KvDtype.BFLOAT16, block_tokens=16)
-    config = FakeConfig(name="fake", layout=layout)
+    config = replace(clients.FAKE, layout=replace(clients.FAKE.layout, head_dim=32))
     with Mesh(prefill_nodes=(0,), decode_nodes=(0,), arena_bytes="1MiB", flags=flags) as mesh, ExitStack() as kept:
         prompts = [f"{number} " + "x" * 100 for number in range(24)]
         streams = [kept.enter_context(Stream(mesh.http, prompt, 30)) for prompt in prompts]

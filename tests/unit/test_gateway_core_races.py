@@ -402,10 +402,13 @@ def test_nobody_waits_for_a_conductor_for_ever() -> None:
     assert request.handle(NotPlaced(job_id=job(0), error=away), 115.0) == [Fail(error=away)]
 
 
-def test_a_full_mesh_is_a_refusal_also_after_the_conductor_was_away() -> None:
+@pytest.mark.parametrize(("reason", "unavailable"), [("pool_full", False), ("prefill_pool_too_small", True)])
+def test_a_mesh_that_is_full_or_too_small_refuses_also_after_the_conductor_was_away(
+    reason: str, unavailable: bool
+) -> None:
     request = core()
     away = Rejected(CONDUCTOR_UNREACHABLE, unavailable=True, retry_after_s=1.0)
-    full = Rejected("pool_full", unavailable=False, retry_after_s=1.0)
+    full = Rejected(reason, unavailable=unavailable, retry_after_s=1.0)
     request.handle(NotPlaced(job_id=job(0), error=away), 100.0)
     assert request.handle(NotPlaced(job_id=job(0), error=full), 100.1) == [Fail(error=full)]
 

@@ -231,8 +231,9 @@ class RequestCore:
         return [self._ask(after_s=pause_s)]
 
     def _is_conductor_away(self, error: MooncakeError, now_s: float) -> bool:
-        """One that comes back has to hear of its members first, so "nobody is there" counts as being away still."""
-        if not isinstance(error, Rejected) or not error.unavailable:
+        """One that comes back has to hear of its members first, so "nobody is there" counts as being away still; that
+        those who are there are too small does not."""
+        if not isinstance(error, Rejected) or not error.unavailable or error.reason.endswith("_too_small"):
             return False
         if error.reason == CONDUCTOR_UNREACHABLE and self._conductor_lost_s is None:
             self._conductor_lost_s = now_s
