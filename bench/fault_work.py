@@ -4,6 +4,7 @@ One of fake engines, whose answers are worked out, or of real ones, whose answer
 """
 
 import random
+import time
 from typing import Final, Protocol
 
 from bench.fault_mesh import LEASES, Ask, Books, fault_mesh
@@ -14,6 +15,15 @@ DEADLINE_S: Final = 60.0
 _GATEWAY: Final = [f"--request-deadline-s={DEADLINE_S:g}"]
 _CONDUCTOR: Final = ["--ttft-slo-s=600", "--tbt-slo-s=60", *LEASES]
 _FAMILIES: Final = 6
+_FAKE: Final = {
+    "gateway": _GATEWAY,
+    "conductor": _CONDUCTOR,
+    "prefill": ["--fake-prefill-s-per-token=0.0005", "--chunk-tokens=64"],
+    "decode": ["--fake-decode-s-base=0.03", "--max-batch=8"],
+}
+_WARM_UP: Final = 40
+_UNMET_DESCRIPTORS: Final = 24
+"""Of a process that the requests before the first fault may not have had talk to all others: two sockets and more."""
 
 
 class Work(Protocol):
@@ -45,14 +55,7 @@ class FakeWork:
     engine = "fake"
 
     def mesh(self) -> Mesh:
-        return fault_mesh(
-            {
-                "gateway": _GATEWAY,
-                "conductor": _CONDUCTOR,
-                "prefill": ["--fake-prefill-s-per-token=0.0005", "--chunk-tokens=64"],
-                "decode": ["--fake-decode-s-base=0.03", "--max-batch=8"],
-            }
-        )
+        return fault_mesh(_FAKE)
 
     def begin(self, mesh: Mesh, books: Books) -> None:
         books.open()
@@ -67,6 +70,23 @@ class FakeWork:
 
     def end(self, books: Books) -> list[str]:
         return books.close()
+
+
+class OneNodeWork(FakeWork):
+    """The same with all workers on one node, where KV changes hands, and prompts and their decoding share an arena that
+    is full all the time. There is no other messenger: while it is away, nobody can be served."""
+
+    def mesh(self) -> Mesh:
+        return Mesh(prefill_nodes=(0, 0), decode_nodes=(0, 0), arena_bytes="1MiB", flags=_FAKE)
+
+    def begin(self, mesh: Mesh, books: Books) -> None:
+        rng = random.Random("before the first fault")
+        for ask in [self.ask(rng).start(mesh.http) for _ in range(_WARM_UP)]:
+            ask.opened.wait_over(timeout_s=DEADLINE_S)
+        books.note(_UNMET_DESCRIPTORS)
+
+    def end(self, books: Books) -> list[str]:
+        return books.differences(time.monotonic())
 
 
 class RealWork:

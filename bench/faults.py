@@ -2,7 +2,8 @@
 
 ====================== ==============================================================================================
 without an option      the matrix: process x stage of a request x fault, see fault_matrix.py
-``--random MINUTES``   random faults under load, see fault_random.py; with ``--engine transformers`` on real engines
+``--random MINUTES``   random faults under load, see fault_random.py; with ``--engine transformers`` on real engines,
+                       with ``--one-node`` on a single node, as `mooncake up` has it
 ``--storm``            hundreds of streams cancelled at once, see fault_storm.py
 ``--stalled``          memory while clients, the gateway or the conductor stall, see fault_stall.py
 ====================== ==============================================================================================
@@ -27,7 +28,7 @@ from bench.fault_mesh import Books, fault_mesh
 from bench.fault_random import RandomRun
 from bench.fault_stages import Stage
 from bench.fault_storm import STORMS, STREAMS, judged, storm
-from bench.fault_work import FakeWork, RealWork, Work
+from bench.fault_work import FakeWork, OneNodeWork, RealWork, Work
 from tests.mesh.fork_server import REAL_MODULES, ForkServer
 from tests.mesh.harness import Mesh
 
@@ -39,6 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.faults", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--random", type=float, metavar="MINUTES", help="random faults under load, for so long")
     parser.add_argument("--engine", choices=_WORK, default="fake", help="of --random: which engines")
+    parser.add_argument("--one-node", action="store_true", help="of --random with fake engines: all on one node")
     parser.add_argument(
         "--storm", action="store_true", help=f"cancel {STREAMS} streams within two seconds, {STORMS} times"
     )
@@ -51,6 +53,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.engine != "fake" and arguments.random is None:
         parser.error("--engine: all but --random is of fake engines")
+    if arguments.one_node and (arguments.engine != "fake" or arguments.random is None):
+        parser.error("--one-node: only of --random with fake engines")
     return _with_forks(arguments.engine, lambda: _chosen(arguments)(arguments))
 
 
@@ -97,9 +101,11 @@ def _matrix(arguments: argparse.Namespace) -> list[str]:
 
 
 def _random(arguments: argparse.Namespace) -> list[str]:
-    about = f"--random {arguments.random:g} --engine {arguments.engine} --seed {arguments.seed}"
+    one_node = " --one-node" * arguments.one_node
+    about = f"--random {arguments.random:g} --engine {arguments.engine}{one_node} --seed {arguments.seed}"
     print(f"bench.faults {about}", flush=True)
-    run = RandomRun(minutes=arguments.random, seed=arguments.seed, work=_WORK[arguments.engine](), logs=arguments.logs)
+    work = OneNodeWork() if arguments.one_node else _WORK[arguments.engine]()
+    run = RandomRun(minutes=arguments.random, seed=arguments.seed, work=work, logs=arguments.logs)
     run.run()
     print(run.report())
     return [f"{violation} (seed {arguments.seed})" for violation in run.violations]

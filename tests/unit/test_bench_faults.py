@@ -9,7 +9,7 @@ import pytest
 
 from bench import fault_work
 from bench.fault_mesh import Ask, Books
-from bench.fault_work import FakeWork, RealWork
+from bench.fault_work import FakeWork, OneNodeWork, RealWork
 from tests.mesh.clients import Stream
 from tests.mesh.harness import Mesh
 
@@ -20,6 +20,15 @@ def test_the_same_numbers_ask_the_same() -> None:
     assert first == second
     assert len({ask.prompt.split(" tells ")[0] for ask in first}) > 1, "several families"
     assert {ask.seed is None for ask in first} == {True, False}
+
+
+def test_one_node_has_one_messenger_for_all_workers() -> None:
+    mesh = OneNodeWork().mesh()  # not started
+    try:
+        workers = {"prefill0", "prefill1", "decode0", "decode1"}
+        assert set(mesh.names) == {"conductor", "gateway0", "messenger0", *workers}
+    finally:
+        mesh.end_by_force()
 
 
 @dataclass(slots=True)
