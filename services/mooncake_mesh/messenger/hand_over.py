@@ -26,9 +26,9 @@ WITHIN: Final = "arena"
 
 @dataclass(slots=True)
 class _Sending:
+    outbound: Outbound
     started_s: float
     deadline_s: float
-    is_finishing: bool = False
     is_taken: bool = False
 
 
@@ -49,18 +49,16 @@ class HandOvers:
 
     def start(self, outbound: Outbound, deadline_s: float) -> None:
         """Begin a transfer; slices follow by :meth:`announce`."""
-        self._sending[outbound.transfer_id] = _Sending(started_s=monotonic(), deadline_s=deadline_s)
+        self._sending[outbound.transfer_id] = _Sending(outbound=outbound, started_s=monotonic(), deadline_s=deadline_s)
 
     def announce(self, ready: SliceReady) -> None:
         """Slices of a running transfer are written. Raises SliceLost outside its blocks."""
-        outbound = self._core.outbound(ready.transfer_id)
-        if outbound is not None:
-            outbound.ready(ready)
+        self._sending[ready.transfer_id].outbound.ready(ready)
 
     async def finish(self, transfer_id: TransferId) -> SendReport:
         """All is written: wait until it is taken. Raises SliceLost when nobody takes it."""
         sending = self._sending[transfer_id]
-        sending.is_finishing = True
+        sending.outbound.finish()
         self._changed.ring()
         try:
             async with asyncio.timeout(sending.started_s + sending.deadline_s - monotonic()):
@@ -79,7 +77,7 @@ class HandOvers:
 
     def _is_taken(self, transfer_id: TransferId, sending: _Sending) -> bool | None:
         """None while that is open. Raises SliceLost."""
-        if self._core.outbound(transfer_id) is None:
+        if transfer_id not in self._sending:
             raise SliceLost(f"transfer {transfer_id}: the sender's job was released")
         if sending.is_taken:
             return True
@@ -120,10 +118,10 @@ class HandOvers:
         why = self._core.take_given_up(transfer_id)
         if why is not None:
             raise SliceLost(f"transfer {transfer_id}: {why}")
-        outbound, sending = self._core.outbound(transfer_id), self._sending.get(transfer_id)
-        if outbound is None or sending is None or not sending.is_finishing:
+        sending = self._sending.get(transfer_id)
+        if sending is None or not sending.outbound.is_finishing:
             return None
-        acquired = self._core.take_over(request, outbound)
+        acquired = self._core.take_over(request, sending.outbound)
         if isinstance(acquired, NoRoom):
             return None
         sending.is_taken = True
