@@ -1,7 +1,8 @@
 """One messenger without sockets: its event loop, its transfers and its pool are real."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,6 +28,18 @@ KEY = BlockKey(b"k" * 16)
 T = TransferId("t")
 OTHER = "ipc:///other"
 HERE = "ipc:///me"
+
+
+@contextmanager
+def audited_core() -> Iterator[MessengerCore]:
+    """A core of N_BLOCKS blocks, whose books must agree at the end, and once all its jobs are over."""
+    made = MessengerCore(n_blocks=N_BLOCKS, block_bytes=BLOCK_BYTES)
+    yield made
+    made.pool.check_invariants()
+    for job_id in made.all_jobs():
+        made.release(job_id, "the test is over")
+    made.pool.check_invariants()
+    assert made.pool.available_blocks == N_BLOCKS, "nothing stays held"
 
 
 class Peer:

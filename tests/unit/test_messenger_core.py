@@ -11,21 +11,16 @@ from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.landing import LandingState, SliceSpan
 from mooncake_proto.ids import BlockId, BlockKey, Incarnation, InstanceId, JobId, TransferId
 from mooncake_proto.transfer import Acquire, Acquired, CloseWrite, OpenWrite, PushBlocks
+from tests.unit.messenger_rig import LAYERS, N_BLOCKS, audited_core
 
-N_BLOCKS, BLOCK_BYTES, LAYERS = 8, 64, 4
 WORKER, LIFE = InstanceId("w"), Incarnation("life-1")
 A, B, C, D = (BlockKey(name.encode() * 16) for name in "abcd")
 
 
 @pytest.fixture
 def core() -> Iterator[MessengerCore]:
-    made = MessengerCore(n_blocks=N_BLOCKS, block_bytes=BLOCK_BYTES)
-    yield made
-    made.pool.check_invariants()
-    for job_id in made.all_jobs():
-        made.release(job_id, "the test is over")
-    made.pool.check_invariants()
-    assert made.pool.available_blocks == N_BLOCKS, "nothing stays held"
+    with audited_core() as made:
+        yield made
 
 
 def want(

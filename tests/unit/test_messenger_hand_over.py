@@ -14,7 +14,7 @@ from mooncake_mesh.messenger.core import MessengerCore
 from mooncake_mesh.messenger.sending import Outbound
 from mooncake_proto.ids import BlockId, BlockKey, Incarnation, InstanceId, JobId
 from mooncake_proto.transfer import Acquire, Acquired, FinishSend, SendReport, SliceReady, StartSend
-from tests.unit.messenger_rig import BLOCK_BYTES, HERE, LAYERS, N_BLOCKS, WORKER, Rig, T, run
+from tests.unit.messenger_rig import HERE, LAYERS, N_BLOCKS, WORKER, Rig, T, audited_core, run
 
 A, B = (BlockKey(name.encode() * 16) for name in "ab")
 PREFILL, DECODE = JobId("prefill"), JobId("decode")
@@ -51,13 +51,8 @@ def _rest(n_blocks: int = 3) -> Acquire:
 
 @pytest.fixture
 def core() -> Iterator[MessengerCore]:
-    made = MessengerCore(n_blocks=N_BLOCKS, block_bytes=BLOCK_BYTES)
-    yield made
-    made.pool.check_invariants()
-    for job_id in made.all_jobs():
-        made.release(job_id, "the test is over")
-    made.pool.check_invariants()
-    assert made.pool.available_blocks == N_BLOCKS, "nothing stays held"
+    with audited_core() as made:
+        yield made
 
 
 def _got(core: MessengerCore, request: Acquire) -> list[BlockId]:
