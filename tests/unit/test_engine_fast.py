@@ -181,6 +181,9 @@ def _output(loaded: LoadedModel) -> Any:
         def attend(self, call: LayerCall) -> Any:
             return chunk_attention(call, call.k, call.v, None)
 
+        def token_places(self) -> None:
+            """None: this is a chunk."""
+
     with torch.inference_mode(), attention_pass(Plain()):
         return first_and_last_hidden(loaded.model, loaded.layers, 9).output.float()
 
@@ -271,12 +274,16 @@ def test_a_forward_has_the_threads_that_it_is_given_in_each_layer() -> None:
             seen.append(torch.get_num_threads())
             return call.q
 
+        def token_places(self) -> None:
+            seen.append(torch.get_num_threads())
+
     before = torch.get_num_threads()
     try:
         attention = SharingPass(Layers(), cores)
         call, _, _ = _call(2, 3, torch.float32)
-        for _ in range(3):
-            attention.attend(call)
+        attention.attend(call)
+        assert attention.token_places() is None
+        attention.attend(call)
     finally:
         torch.set_num_threads(before)
     assert (seen, cores.told) == ([2, 1, 1], ["begin"] * 4)

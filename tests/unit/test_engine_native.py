@@ -16,9 +16,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3
 from mooncake_mesh.engine.api import DecodeSlot, PrefillChunk, SampleRequest  # noqa: E402
 from mooncake_mesh.engine.attention_kernels import LayerCall  # noqa: E402
 from mooncake_mesh.engine.kv_storage import ArenaPages  # noqa: E402
-from mooncake_mesh.engine.native import kernels as native  # noqa: E402
+from mooncake_mesh.engine.native import loading as native  # noqa: E402
 from mooncake_mesh.engine.native.compiling import NativeUnavailable, compiled  # noqa: E402
-from mooncake_mesh.engine.native.kernels import Kernels, Places, kernels_for, load  # noqa: E402
+from mooncake_mesh.engine.native.kernels import Kernels  # noqa: E402
+from mooncake_mesh.engine.native.library import SOURCES, Library  # noqa: E402
+from mooncake_mesh.engine.native.loading import kernels_for, load  # noqa: E402
+from mooncake_mesh.engine.native.places import Places  # noqa: E402
 from mooncake_mesh.engine.runner import TransformersEngine  # noqa: E402
 from mooncake_mesh.kv.layout import KvDtype, KvLayout  # noqa: E402
 from mooncake_proto.serving import Sampling  # noqa: E402
@@ -81,7 +84,7 @@ def test_a_chunk_attends(
     before: int,
     window: int | None,
 ) -> None:
-    if not kernels.attend_chunks:
+    if not kernels.multiplies:
         pytest.skip("this processor has AMX or no AVX512-BF16, so chunks are left to torch")
     positions = before + tokens
     q = some(1, tokens, kv_heads * groups, head_dim).transpose(1, 2)  # strided as models have it
@@ -120,7 +123,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish(kernels: Kernels) -> None:
     context = torch.stack((k[0], v[0]))[None]
     last = LayerCall(layer=0, q=q[:, :, 69:], k=k[:, :, 69:], v=v[:, :, 69:], scaling=None, window=None, other={})
     close(kernels.token_attention(last, Places([context], [69])), exact_attention(last, k, v))
-    if kernels.attend_chunks:
+    if kernels.multiplies:
         close(kernels.chunk_attention(call, k, v), exact_attention(call, k, v))
 
 
@@ -152,11 +155,11 @@ def test_results_do_not_depend_on_the_number_of_threads(kernels: Kernels) -> Non
                 layer=0, q=q[:, :, 149:], k=k[:, :, 399:], v=v[:, :, 399:], scaling=None, window=None, other={}
             )
             results.append(kernels.token_attention(last, Places([context], [399])))
-            if kernels.attend_chunks:
+            if kernels.multiplies:
                 results.append(kernels.chunk_attention(call, k, v))
     finally:
         torch.set_num_threads(before)
-    step = 2 if kernels.attend_chunks else 1
+    step = 2 if kernels.multiplies else 1
     for one, other in zip(results, results[step:], strict=False):
         assert torch.equal(one, other)
 
@@ -220,8 +223,11 @@ def test_a_model_computes_the_same_with_kernels_and_without(
     used: list[str] = []
     monkeypatch.setattr("mooncake_mesh.engine.model.kernels_for", lambda *_: _Counted(kernels, used))
     with_kernels, kv = _served(tmp_path, 1 << 30)
-    assert {"token_attention"} <= set(used)
-    assert ("chunk_attention" in used) == kernels.attend_chunks
+    joined = kernels.multiplies and name != "layers that are not fused"
+    assert ("decode_layers" if joined else "token_attention") in used
+    assert ("chunk_attention" in used) == kernels.multiplies
+    assert ("after_attention" in used) == joined
+    assert ("product" in used) == kernels.multiplies
     gathered, gathered_kv = _served(tmp_path, 0)  # no room for contexts: their pages are gathered
     monkeypatch.setattr("mooncake_mesh.engine.model.kernels_for", lambda *_: None)
     without, plain_kv = _served(tmp_path, 1 << 30)
@@ -261,7 +267,9 @@ def test_an_engine_says_when_it_computes_and_when_it_has_done_or_failed(tmp_path
     try:
         whole = PrefillChunk(sequence="a", tokens=np.array(PROMPT[:9], np.int32), start=0, blocks=[0, 1, 2])
         engine.prefill(whole, lambda _: None)
-        assert cores.told == ["begin"] * (1 + 3) + ["end"], "at the start, and for each layer"
+        *begun, last = cores.told
+        assert (set(begun), last) == ({"begin"}, "end")
+        assert len(begun) >= 1 + 3, "at the start, and for each layer"
         cores.told.clear()
         with pytest.raises(RuntimeError, match="stop"):
             engine.prefill(whole, _stop)
@@ -276,15 +284,16 @@ def _stop(layer: int) -> None:
 
 
 class _Counted:
-    """Kernels that note what is used of them."""
+    """Kernels that note what is used of them, and of their library."""
 
-    def __init__(self, kernels: Kernels, used: list[str]) -> None:
+    def __init__(self, kernels: Kernels | Library, used: list[str]) -> None:
         self._kernels = kernels
         self._used = used
 
     def __getattr__(self, name: str) -> Any:
         self._used.append(name)
-        return getattr(self._kernels, name)
+        found = getattr(self._kernels, name)
+        return _Counted(found, self._used) if name == "library" else found
 
 
 @pytest.mark.parametrize(
@@ -362,19 +371,20 @@ def test_no_positions_are_no_copy(kernels: Kernels) -> None:
 
 
 def test_a_library_is_compiled_once(folder: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = compiled(native.SOURCE, folder)
+    first = compiled(SOURCES, folder)
     assert sorted(folder.iterdir()) == [first], "no half library is left"
     stamp = first.stat().st_mtime_ns
-    assert compiled(native.SOURCE, folder) == first
+    assert compiled(SOURCES, folder) == first
     assert first.stat().st_mtime_ns == stamp
 
 
 def test_another_source_is_another_library(tmp_path: Path) -> None:
-    source = tmp_path / "answer.c"
+    source, header = tmp_path / "answer.c", tmp_path / "answer.h"
+    source.write_text('#include "answer.h"\nint answer(void) { return ANSWER; }')
     libraries = set()
     for answer in (1, 2):
-        source.write_text(f"int answer(void) {{ return {answer}; }}")
-        libraries.add(compiled(source, tmp_path / "made"))
+        header.write_text(f"#define ANSWER {answer}")
+        libraries.add(compiled([source, header], tmp_path / "made"))
     assert len(libraries) == 2
 
 
@@ -424,24 +434,27 @@ def test_without_a_compiler_torch_does_it_all(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong"),
+    ("name", "right", "wrong"),
     [
-        ("const float factor = 1.0f", "const float factor = 1.1f"),
-        ("const float share = 1.0f / sum(attended[g].total)", "const float share = 0.9f / sum(attended[g].total)"),
-        ("const float share = 1.0f / block.total[r]", "const float share = 1.1f / block.total[r]"),
-        ("store(high, b * load(c + half) +", "store(high, b * load(c + half) -"),
+        ("rows.c", "const float factor = 1.0f", "const float factor = 1.1f"),
+        ("rows.c", "store(high, b * load(c + half) +", "store(high, b * load(c + half) -"),
+        ("token_attention.c", "share = 1.0f / sum(attended[g].total)", "share = 0.9f / sum(attended[g].total)"),
+        ("chunk_attention.c", "const float share = 1.0f / block.total[r]", "const float share = 1.1f / block.total[r]"),
+        ("products.c", "weights[(panel * PANEL + i) * pairs + p]", "weights[(panel * PANEL + i) * pairs]"),
+        ("products.c", "(r < rows ? r : 0) * pairs;", "(r < rows && r != 10 ? r : 0) * pairs;"),
     ],
 )
 def test_a_library_with_wrong_results_is_refused(
-    right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels
+    name: str, right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels
 ) -> None:
-    text = native.SOURCE.read_text()
-    assert text.count(right) == 1
-    if "block.total" in right and not kernels.attend_chunks:
-        pytest.skip("this processor has AMX or no AVX512-BF16, so chunks are left to torch")
-    source = tmp_path / "kernels.c"
-    source.write_text(text.replace(right, wrong))
-    monkeypatch.setattr(native, "SOURCE", source)
+    if name in ("chunk_attention.c", "products.c") and not kernels.multiplies:
+        pytest.skip("this processor has AMX or no AVX512-BF16, so products are left to torch")
+    sources = [tmp_path / source.name for source in SOURCES]
+    for copy, source in zip(sources, SOURCES, strict=True):
+        text = source.read_text()
+        assert source.name != name or text.count(right) == 1
+        copy.write_text(text.replace(right, wrong) if source.name == name else text)
+    monkeypatch.setattr(native, "SOURCES", sources)
     with pytest.raises(NativeUnavailable, match="differs from torch's result"):
         load(tmp_path / "made")
 

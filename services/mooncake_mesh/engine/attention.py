@@ -18,7 +18,8 @@ from mooncake_mesh.engine.api import Cores
 from mooncake_mesh.engine.attention_kernels import LayerCall, causal_attention, chunk_attention, token_attention
 from mooncake_mesh.engine.contexts import Context, KeptContext
 from mooncake_mesh.engine.kv_storage import ArenaPages, Span
-from mooncake_mesh.engine.native.kernels import Kernels, Places
+from mooncake_mesh.engine.native.kernels import Kernels
+from mooncake_mesh.engine.native.places import Places
 from mooncake_mesh.errors import InvariantViolated
 
 IMPLEMENTATION: Final = "mooncake_paged"
@@ -29,6 +30,10 @@ class AttentionPass(Protocol):
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """(batch, tokens, heads, head_dim)"""
+
+    def token_places(self) -> Places | None:
+        """Where the next layers, if they can, put K and V of a step's tokens themselves, and attend; None where they
+        call :meth:`attend` each."""
 
 
 _current: ContextVar[AttentionPass] = ContextVar("mooncake_attention_pass")
@@ -44,9 +49,14 @@ def attention_pass(attention: AttentionPass) -> Iterator[None]:
         _current.reset(token)
 
 
+def running_pass() -> AttentionPass:
+    """That of the forward which is running."""
+    return _current.get()
+
+
 def attend(call: LayerCall) -> torch.Tensor:
     """(batch, tokens, heads, head_dim), by the pass of the forward that is running."""
-    return _current.get().attend(call)
+    return running_pass().attend(call)
 
 
 def paged_attention(
@@ -76,7 +86,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
 
 
 class SharingPass:
-    """*inner*, with as many threads as *cores* give it at its start and at each layer."""
+    """*inner*, with as many threads as *cores* give it at its start and at each layer, or every few."""
 
     def __init__(self, inner: AttentionPass, cores: Cores) -> None:
         self._inner = inner
@@ -86,6 +96,10 @@ class SharingPass:
     def attend(self, call: LayerCall) -> torch.Tensor:
         self._share()
         return self._inner.attend(call)
+
+    def token_places(self) -> Places | None:
+        self._share()
+        return self._inner.token_places()
 
     def _share(self) -> None:
         self._cores.begin()
@@ -113,12 +127,15 @@ class PrefillPass:
         kv = torch.cat((call.k, call.v))
         self._store(call.layer, kv)
         k, v = self._context.extend(call.layer, kv)
-        if self._kernels is not None and self._kernels.attend_chunks:
+        if self._kernels is not None and self._kernels.multiplies:
             return self._kernels.chunk_attention(call, k, v)
         if call.q.is_cpu and call.q.shape[2] > 1 and (call.window is None or call.window >= span.end):
             return causal_attention(call, k, v)
         first = 0 if call.window is None else max(0, span.start + 1 - call.window)
         return chunk_attention(call, k[:, :, first:], v[:, :, first:], self._mask(call, first))
+
+    def token_places(self) -> None:
+        """A chunk has none."""
 
     def _mask(self, call: LayerCall, first: int) -> torch.Tensor | None:
         """0 where a token sees a position, -inf elsewhere; None where plain causality is all. Equal for most layers."""
@@ -156,6 +173,9 @@ class DecodePass:
             attended.append(token_attention(query, k, v, call.scaling))
         return torch.cat(attended).view(batch, 1, heads, head_dim)
 
+    def token_places(self) -> None:
+        """They need not all be contexts."""
+
     def store(self) -> None:
         """Write the K and V of all layers to the arena."""
         self._arena.write_tokens(self._blocks, self._offsets, torch.stack(self._written, dim=1).squeeze(4))
@@ -174,6 +194,9 @@ class KernelDecodePass:
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         return self._kernels.token_attention(call, self._places)
+
+    def token_places(self) -> Places:
+        return self._places
 
     def store(self) -> None:
         """Write the K and V of all layers to the arena."""

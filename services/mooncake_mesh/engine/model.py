@@ -22,9 +22,12 @@ from mooncake_mesh.engine.attention import IMPLEMENTATION, attention_pass
 from mooncake_mesh.engine.attention_kernels import LayerCall, chunk_attention
 from mooncake_mesh.engine.fused_layer import FusedLayer, TorchRows, can_fuse
 from mooncake_mesh.engine.kv_storage import torch_dtype
-from mooncake_mesh.engine.native.kernels import Kernels, kernels_for
+from mooncake_mesh.engine.native.kernels import Kernels
+from mooncake_mesh.engine.native.layers import NativeLayer, NativeLayers, fits
+from mooncake_mesh.engine.native.loading import kernels_for
+from mooncake_mesh.engine.native.products import NativeLinear
 from mooncake_mesh.engine.packing import can_pack, pack
-from mooncake_mesh.engine.stage_model import first_and_last_hidden, stage_class, stage_config
+from mooncake_mesh.engine.stage_model import Elsewhere, first_and_last_hidden, stage_class, stage_config
 from mooncake_mesh.errors import ConfigError, ModelError, UnsupportedModel
 from mooncake_mesh.kv.layers import LayerRange, StagePart
 from mooncake_mesh.kv.layout import KvDtype, KvLayout, layout_from_config
@@ -106,14 +109,35 @@ def load_model(
 def _speed_up(model: Any, layout: KvLayout, layers: LayerRange, kernels: Kernels | None) -> None:
     """Pack the weights; layers that a faster one computes are replaced by it, where the results stay the same."""
     decoder_layers: Any = getattr(model.base_model, "layers", ())
-    maths = TorchRows() if kernels is None else kernels
     with torch.inference_mode():
-        fused = {index: FusedLayer(old, maths) for index, old in enumerate(decoder_layers) if can_fuse(old)}
-        differences = _differences(model, layout, layers, fused)
-        for index, layer in fused.items():
+        faster = {index: _faster(old, kernels) for index, old in enumerate(decoder_layers) if can_fuse(old)}
+        differences = _differences(model, layout, layers, faster)
+        for index, layer in faster.items():
             if differences[index] <= _PROBE_TOLERANCE[layout.dtype]:
                 decoder_layers[index] = layer
-    pack(model)
+        _join(decoder_layers, layers)
+    if kernels is not None and kernels.multiplies:
+        pack(model, partial(NativeLinear, kernels.library))
+    else:
+        pack(model)
+
+
+def _faster(layer: Any, kernels: Kernels | None) -> torch.nn.Module:
+    if kernels is None:
+        return FusedLayer(layer, TorchRows())
+    if kernels.multiplies and fits(layer):
+        return NativeLayer(kernels.library, layer)
+    return FusedLayer(layer, kernels)
+
+
+def _join(decoder_layers: Any, layers: LayerRange) -> None:
+    """Layers that can be computed by one call are one from now on."""
+    mine = [decoder_layers[index] for index in range(layers.first, layers.end)] if decoder_layers else []
+    native = [layer for layer in mine if isinstance(layer, NativeLayer)]
+    if native and len(native) == len(mine):
+        decoder_layers[layers.first] = NativeLayers(native)
+        for index in range(layers.first + 1, layers.end):
+            decoder_layers[index] = Elsewhere(decoder_layers[index])
 
 
 def _differences(
@@ -259,6 +283,9 @@ class _Probe:
         self._name = name
         self._layout = layout
         self.layers: list[int] = []
+
+    def token_places(self) -> None:
+        """No step is probed."""
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         expected = (1, self._layout.kv_heads, call.q.shape[2], self._layout.head_dim)

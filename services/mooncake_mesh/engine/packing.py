@@ -5,6 +5,7 @@ once, at load, they also allow what a layer does next to be part of the product:
 residual. float32 stays as it is: its results are those of transformers to the last bit. docs/engine.md has the figures.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -60,10 +61,10 @@ def can_pack(model: Any) -> bool:
     )
 
 
-def pack(model: Any) -> None:
+def pack(model: Any, packed: Callable[[nn.Linear], nn.Module] = PackedLinear) -> None:
     """Replace the linear layers of *model*, for good: its weights cannot be read any more."""
     with torch.inference_mode():
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear:
-                    setattr(parent, name, PackedLinear(child))
+                    setattr(parent, name, packed(child))

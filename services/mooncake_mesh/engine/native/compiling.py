@@ -1,4 +1,4 @@
-"""Compiles a C file for this processor, once for all processes of a user."""
+"""Compiles C files for this processor, once for all processes of a user."""
 
 import hashlib
 import os
@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -29,12 +30,15 @@ class NativeUnavailable(Exception):
     """There are no kernels in C here, and why. Nobody but the log hears of it."""
 
 
-def compiled(source: Path, folder: Path) -> Path:
-    """The shared library of *source*, made in *folder* unless it is there. Raises NativeUnavailable."""
+def compiled(sources: Sequence[Path], folder: Path) -> Path:
+    """The shared library of *sources*, C files and their headers, made in *folder* unless it is there.
+
+    Raises NativeUnavailable.
+    """
     compiler = _compiler()
-    library = _private(folder) / f"{source.stem}-{_fingerprint(source, compiler)}.so"
+    library = _private(folder) / f"kernels-{_fingerprint(sources, compiler)}.so"
     if not library.exists():
-        _compile(compiler, source, library)
+        _compile(compiler, [source for source in sources if source.suffix == ".c"], library)
     return library
 
 
@@ -62,10 +66,16 @@ def _private(folder: Path) -> Path:
     return folder
 
 
-def _fingerprint(source: Path, compiler: str) -> str:
+def _fingerprint(sources: Sequence[Path], compiler: str) -> str:
     """Of all that the library follows from, the processor too: a home folder may serve several machines."""
     said = _run([compiler, "--version"])
-    parts = (source.read_text(), said, " ".join(_flags()), platform.machine(), _processor_flags())
+    parts = (
+        *(source.read_text() for source in sources),
+        said,
+        " ".join(_flags()),
+        platform.machine(),
+        _processor_flags(),
+    )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -77,13 +87,13 @@ def _processor_flags() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _compile(compiler: str, source: Path, library: Path) -> None:
+def _compile(compiler: str, sources: Sequence[Path], library: Path) -> None:
     """Under another name first: several processes may come at once, and none may find half a library."""
     handle, name = tempfile.mkstemp(prefix=f"{library.stem}.", suffix=".part", dir=library.parent)
     os.close(handle)
     part = Path(name)
     try:
-        _run([compiler, *_flags(), "-o", str(part), str(source), *_LIBRARIES])
+        _run([compiler, *_flags(), "-o", str(part), *map(str, sources), *_LIBRARIES])
         part.replace(library)
     finally:
         part.unlink(missing_ok=True)

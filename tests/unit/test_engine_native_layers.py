@@ -1,0 +1,222 @@
+"""Products and layers in C are those of transformers, whatever else is in the batch."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import functional  # noqa: E402
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer  # noqa: E402
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer  # noqa: E402
+
+from mooncake_mesh.engine.attention import IMPLEMENTATION, KernelDecodePass, attention_pass  # noqa: E402
+from mooncake_mesh.engine.attention_kernels import LayerCall, chunk_attention  # noqa: E402
+from mooncake_mesh.engine.contexts import KeptContext  # noqa: E402
+from mooncake_mesh.engine.kv_storage import ArenaPages, Span  # noqa: E402
+from mooncake_mesh.engine.native.kernels import Kernels  # noqa: E402
+from mooncake_mesh.engine.native.layers import NativeLayer, NativeLayers, fits  # noqa: E402
+from mooncake_mesh.engine.native.loading import load  # noqa: E402
+from mooncake_mesh.engine.native.places import Places  # noqa: E402
+from mooncake_mesh.engine.native.products import NativeLinear, PackedWeights, multiplied  # noqa: E402
+from mooncake_mesh.kv.layout import KvDtype, KvLayout  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    loaded = load(tmp_path_factory.mktemp("native"))
+    if not loaded.multiplies:
+        pytest.skip("this processor has AMX or no AVX512-BF16, so products are left to torch")
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def some(*shape: int, seed: int = 1) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def close(ours: Any, exact: Any, within: float = 0.004) -> None:
+    assert ours.dtype is torch.bfloat16
+    assert ours.shape == exact.shape
+    assert float((ours.float() - exact).norm() / exact.norm()) < within
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 11, 12, 13, 24, 25, 240, 241, 500])
+@pytest.mark.parametrize(("columns", "inner"), [(32, 64), (96, 576), (70, 30), (1, 2)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_product_is_a_linear_layer(kernels: Kernels, rows: int, columns: int, inner: int, has_bias: bool) -> None:
+    linear = torch.nn.Linear(inner, columns, bias=has_bias, dtype=torch.bfloat16)
+    x = some(2, rows, inner)
+    exact = functional.linear(x.float(), linear.weight.float(), None if linear.bias is None else linear.bias.float())
+    close(NativeLinear(kernels.library, linear)(x), exact)
+
+
+def test_a_cut_out_of_rows_is_multiplied_as_such(kernels: Kernels) -> None:
+    x, weight = some(3, 9, 64), some(40, 64, seed=2)
+    cut = x[:, -1:]
+    packed = PackedWeights(kernels.library, weight, None)
+    assert not cut.is_contiguous()
+    close(multiplied(kernels.library, cut, packed), functional.linear(cut.float(), weight.float()))
+
+
+def test_a_rows_product_is_the_same_in_every_batch_and_for_every_number_of_threads(kernels: Kernels) -> None:
+    """So what a request is answered does not depend on who else asks."""
+    x, packed = some(300, 192), PackedWeights(kernels.library, some(100, 192, seed=2), some(100, seed=3))
+    alone = torch.cat([multiplied(kernels.library, x[row : row + 1], packed) for row in range(300)])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for rows in (2, 7, 12, 30, 300):
+                assert torch.equal(multiplied(kernels.library, x[:rows], packed), alone[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 80,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "attn_implementation": IMPLEMENTATION,
+}
+LAYERS: dict[str, tuple[type[Any], PreTrainedConfig]] = {
+    "llama": (LlamaDecoderLayer, LlamaConfig(**SIZES)),
+    "llama with biases": (LlamaDecoderLayer, LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
+    "qwen2": (Qwen2DecoderLayer, Qwen2Config(**SIZES)),
+    "a sliding window": (MistralDecoderLayer, MistralConfig(**SIZES, sliding_window=5)),
+}
+
+
+def made(name: str, index: int = 0) -> Any:
+    """A layer whose norms and biases are neither one nor zero."""
+    layer_class, config = LAYERS[name]
+    layer = layer_class(config, index)
+    generator = torch.Generator().manual_seed(index + 1)
+    for parameter in layer.parameters():
+        spread = 0.1 if parameter.dim() == 2 else 0.5
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+    return layer.eval()
+
+
+def sines(batch: int, tokens: int) -> tuple[Any, Any]:
+    angles = torch.randn((batch, tokens, 32), generator=torch.Generator().manual_seed(5)).repeat(1, 1, 2)
+    return angles.cos().bfloat16(), angles.sin().bfloat16()
+
+
+class Own:
+    """Attention over the call's own tokens, as a chunk's."""
+
+    def attend(self, call: LayerCall) -> Any:
+        assert (call.layer, call.scaling) == (0, 0.125)
+        return chunk_attention(call, call.k, call.v, None)
+
+    def token_places(self) -> None:
+        """None: this is a chunk."""
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_that_of_transformers(name: str, tokens: int, kernels: Kernels) -> None:
+    layer, x, (cos, sin) = made(name), some(1, tokens, 128), sines(1, tokens)
+    rounded = copy.deepcopy(layer).bfloat16()
+    assert fits(rounded)
+    given = x.clone()
+    with attention_pass(Own()):
+        ours = NativeLayer(kernels.library, rounded)(x, position_embeddings=(cos, sin), attention_mask=None)
+        exact_in_float32 = rounded.float()(x.float(), position_embeddings=(cos.float(), sin.float()))
+    close(ours, exact_in_float32, within=0.01)
+    assert torch.equal(x, given), "the rows that came in are somebody else's"
+
+
+def contexts(lengths: Sequence[int], n_layers: int) -> list[Any]:
+    return [some(n_layers, 2, 2, length + 7, 64, seed=length) for length in lengths]
+
+
+@pytest.mark.parametrize("name", ["llama", "a sliding window"])
+def test_a_steps_layers_at_once_are_those_one_by_one(name: str, kernels: Kernels) -> None:
+    """Also bit for bit: products, rotation and attention are the same functions."""
+    layers = [NativeLayer(kernels.library, made(name, index).bfloat16()) for index in range(8)]
+    lengths = (1, 70, 33)
+    x, embeddings = some(3, 1, 128), sines(3, 1)
+    layout = KvLayout(layers=8, kv_heads=2, head_dim=64, dtype=KvDtype.BFLOAT16, block_tokens=4)
+    spans = [
+        Span(sequence=str(index), blocks=list(range(30)), start=length, end=length + 1)
+        for index, length in enumerate(lengths)
+    ]
+    at_once, by_one = ([KeptContext(kv, 0, 0) for kv in contexts(lengths, 8)] for _ in range(2))
+    with attention_pass(KernelDecodePass(ArenaPages(layout), spans, at_once, kernels)):
+        together = NativeLayers(layers)(x, position_embeddings=embeddings)
+    hidden = x
+    with attention_pass(KernelDecodePass(ArenaPages(layout), spans, by_one, kernels)):
+        for layer in layers:
+            hidden = layer(hidden, position_embeddings=embeddings)
+    assert torch.equal(together, hidden)
+    for one, other in zip(at_once, by_one, strict=True):
+        assert torch.equal(one.kv, other.kv)
+
+
+def test_a_sequences_step_is_the_same_in_every_batch(kernels: Kernels) -> None:
+    layers = NativeLayers([NativeLayer(kernels.library, made("qwen2", index).bfloat16()) for index in range(8)])
+    lengths = tuple(range(20, 40))
+    x, (cos, sin) = some(20, 1, 128), sines(20, 1)
+
+    class Step:
+        def __init__(self, chosen: Sequence[int]) -> None:
+            self.kv = contexts([lengths[index] for index in chosen], 8)
+            self._places = Places(self.kv, [lengths[index] for index in chosen])
+
+        def attend(self, call: LayerCall) -> Any:
+            raise AssertionError("a step's layers attend by themselves")
+
+        def token_places(self) -> Places:
+            return self._places
+
+    def step(chosen: Sequence[int]) -> Any:
+        index = list(chosen)
+        with attention_pass(Step(index)):
+            return layers(x[index], position_embeddings=(cos[index], sin[index]))
+
+    whole = step(range(20))
+    for chosen in ([3], [19, 0, 7], list(range(13))):
+        assert torch.equal(step(chosen), whole[chosen])
+
+
+def test_layers_ask_for_places_again_every_few(kernels: Kernels) -> None:
+    """Between two calls the number of threads may change; and a pass without places attends itself."""
+    layers = NativeLayers([NativeLayer(kernels.library, made("llama", index).bfloat16()) for index in range(8)])
+    asked: list[str] = []
+
+    class Chunk:
+        def attend(self, call: LayerCall) -> Any:
+            asked.append(f"layer {call.layer}")
+            return chunk_attention(call, call.k, call.v, None)
+
+        def token_places(self) -> None:
+            asked.append("places")
+
+    with attention_pass(Chunk()):
+        layers(some(1, 5, 128), position_embeddings=sines(1, 5))
+    assert asked == ["places", *(f"layer {n}" for n in range(6)), "places", "layer 6", "layer 7"]
+
+
+def test_a_layer_with_other_numbers_does_not_fit(tmp_path: Path) -> None:
+    config = LlamaConfig(**{**SIZES, "intermediate_size": 72})
+    assert not fits(LlamaDecoderLayer(config, 0))
