@@ -92,7 +92,9 @@ def make_engine(
     layout = layout_from_config(paged.config, dtype, BLOCK_TOKENS)
     probe_attention(paged, layout)
     layers = LayerRange.whole(layout.layers)
-    loaded = LoadedModel(model=paged, layout=layout, vocab_size=128, max_context_tokens=512, layers=layers)
+    loaded = LoadedModel(
+        model=paged, layout=layout, vocab_size=128, max_context_tokens=512, layers=layers, device=torch.device("cpu")
+    )
     return TransformersEngine(
         loaded, name="tiny", fingerprint="f", folder=Path(), context_bytes=context_bytes, layerwise=layerwise
     )

@@ -115,6 +115,25 @@ def test_stages_compute_what_one_engine_computes(make: Make, split: Sequence[int
     assert written == list(range(LAYERS)) * 4
 
 
+@pytest.mark.parametrize("split", [(4, 3), (1, 2, 4)], ids=str)
+def test_stages_of_bfloat16_compute_bit_for_bit_what_one_engine_does(split: Sequence[int], tmp_path: Path) -> None:
+    """Its layers are those of engine/native where the processor can: one module for all of a stage."""
+    torch.manual_seed(11)
+    wide = {**SIZES, "hidden_size": 96, "head_dim": 64, "intermediate_size": 96}
+    LlamaForCausalLM(LlamaConfig(**wide)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    def make(part: StagePart | None) -> Engine:
+        return TransformersEngine.load(str(tmp_path), dtype=KvDtype.BFLOAT16, block_tokens=8, part=part)
+
+    bounds = [0, 16, 32, 40, 45]
+    token, arena, _ = run([make(None)], bounds)
+    staged_token, staged_arena, written = run(stages_of(make, split), bounds)
+    assert staged_token == token
+    np.testing.assert_array_equal(staged_arena, arena)
+    assert written == list(range(LAYERS)) * 4
+
+
 def test_a_prefix_that_was_cached_is_read_by_every_stage(make: Make) -> None:
     token, arena, _ = run([make(None)], [0, 45])
     engines = stages_of(make, (3, 4))

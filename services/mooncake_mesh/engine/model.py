@@ -27,7 +27,7 @@ from mooncake_mesh.engine.native.layers import NativeLayer, NativeLayers, fits
 from mooncake_mesh.engine.native.loading import kernels_for
 from mooncake_mesh.engine.native.products import NativeLinear
 from mooncake_mesh.engine.packing import can_pack, pack
-from mooncake_mesh.engine.stage_model import Elsewhere, first_and_last_hidden, stage_class, stage_config
+from mooncake_mesh.engine.stage_model import first_and_last_hidden, stage_class, stage_config
 from mooncake_mesh.errors import ConfigError, ModelError, UnsupportedModel
 from mooncake_mesh.kv.layers import LayerRange, StagePart
 from mooncake_mesh.kv.layout import KvDtype, KvLayout, layout_from_config
@@ -71,6 +71,7 @@ class LoadedModel:
     vocab_size: int
     max_context_tokens: int
     layers: LayerRange
+    device: torch.device
     kernels: Kernels | None = None
 
 
@@ -102,6 +103,7 @@ def load_model(
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_position_embeddings,
         layers=layers,
+        device=device,
         kernels=kernels,
     )
 
@@ -115,7 +117,8 @@ def _speed_up(model: Any, layout: KvLayout, layers: LayerRange, kernels: Kernels
         for index, layer in faster.items():
             if differences[index] <= _PROBE_TOLERANCE[layout.dtype]:
                 decoder_layers[index] = layer
-        _join(decoder_layers, layers)
+        if faster:
+            _join(model.base_model, layers)
     if kernels is not None and kernels.multiplies:
         pack(model, partial(NativeLinear, kernels.library))
     else:
@@ -130,14 +133,12 @@ def _faster(layer: Any, kernels: Kernels | None) -> torch.nn.Module:
     return FusedLayer(layer, kernels)
 
 
-def _join(decoder_layers: Any, layers: LayerRange) -> None:
-    """Layers that can be computed by one call are one from now on."""
-    mine = [decoder_layers[index] for index in range(layers.first, layers.end)] if decoder_layers else []
+def _join(base: Any, layers: LayerRange) -> None:
+    """Layers that can be computed by one call are the only one from now on."""
+    mine = [layer for index, layer in enumerate(base.layers) if layers.first <= index < layers.end]
     native = [layer for layer in mine if isinstance(layer, NativeLayer)]
-    if native and len(native) == len(mine):
-        decoder_layers[layers.first] = NativeLayers(native)
-        for index in range(layers.first + 1, layers.end):
-            decoder_layers[index] = Elsewhere(decoder_layers[index])
+    if len(native) == len(mine):
+        base.layers = torch.nn.ModuleList([NativeLayers(native)])
 
 
 def _differences(

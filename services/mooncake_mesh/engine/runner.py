@@ -54,7 +54,7 @@ class TransformersEngine:
         self._model: Any = loaded.model
         self._folder = folder
         self._kernels = loaded.kernels
-        self._device = loaded.model.device
+        self._device = loaded.device  # a stage's packed model has no parameter to tell it
         self._cores = cores if self._device.type == "cpu" else None
         self._layers = loaded.layers
         self._dtype = torch_dtype(loaded.layout.dtype)

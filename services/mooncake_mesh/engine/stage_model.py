@@ -19,8 +19,8 @@ from mooncake_mesh.kv.layers import LayerRange
 _SEED: Final = 7
 
 
-class Elsewhere(nn.Module):
-    """In the place of a layer that is computed elsewhere: by another stage, or together with the first one."""
+class _Elsewhere(nn.Module):
+    """In the place of a layer that another stage has."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def _cut(model: PreTrainedModel, plan: _Plan, layers: LayerRange) -> None:
     modules = getattr(base, plan.layers)
     for index in range(len(modules)):
         if not layers.first <= index < layers.end:
-            modules[index] = Elsewhere(modules[index])
+            modules[index] = _Elsewhere(modules[index])
     is_tied = layers.has_head and model.config.tie_word_embeddings
     if not layers.has_embedding and not is_tied:
         for name in plan.before:
