@@ -12,6 +12,7 @@ enum {
     PANEL = 2 * LANES, /* columns whose weights lie together */
     ROWS = 12,         /* of one product: with a panel's two vectors each, the sums fill the registers */
     BLOCK_ROWS = 240,  /* that all panels of a thread are multiplied with in turn: they stay in its cache */
+    MANY_ROWS = 96,    /* from which on a panel takes so long that a thread which lost its core leaves some to others */
     AHEAD = 64,        /* pairs: how far before its use a weight is fetched from memory */
 };
 
@@ -123,9 +124,10 @@ INLINE void multiply_rows(const Product *product, int64_t first, int64_t panel, 
         finish(product, first + r, panel, _mm512_load_ps(sums[r]), _mm512_load_ps(sums[r] + LANES));
 }
 
-/* Rows `first` to `end` times one panel, whose weights the first of them fetch from memory. */
-static void multiply_panel(const Product *product, int64_t first, int64_t end, int64_t panel)
+/* One block of rows times one panel, whose weights the first rows fetch from memory. */
+static void multiply_panel(const Product *product, int64_t block, int64_t blocks, int64_t panel)
 {
+    const int64_t first = product->m * block / blocks, end = product->m * (block + 1) / blocks;
     for (int64_t left = (end - first + ROWS - 1) / ROWS, at = first; left > 0; left--) {
         const int rows = (end - at + left - 1) / left;
         if (at == first)
@@ -140,10 +142,15 @@ void multiply_share(const Product *product)
 {
     const int64_t panels = (product->columns + PANEL - 1) / PANEL;
     const int64_t blocks = (product->m + BLOCK_ROWS - 1) / BLOCK_ROWS;
-#pragma omp for collapse(2) schedule(static)
-    for (int64_t block = 0; block < blocks; block++)
-        for (int64_t panel = 0; panel < panels; panel++)
-            multiply_panel(product, product->m * block / blocks, product->m * (block + 1) / blocks, panel);
+    if (product->m < MANY_ROWS) {
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < blocks * panels; task++)
+            multiply_panel(product, task / panels, blocks, task % panels);
+    } else {
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < blocks * panels; task++)
+            multiply_panel(product, task / panels, blocks, task % panels);
+    }
 }
 
 void product(const Product *product, int threads)
