@@ -30,7 +30,7 @@ def forward(pages: ArenaPages, cache: ContextCache, spans: Sequence[Span], numbe
     for layer in range(3):
         for span, number, context in zip(spans, numbers, contexts, strict=True):
             new = values(number, span.start, span.end)[layer]
-            pages.write_layer(layer, span.blocks, span.start, new)
+            pages.write_layers(layer, span.blocks, span.start, new[None])
             k, v = context.extend(layer, new)
             expected = values(number, 0, span.end)[layer]
             assert torch.equal(k, expected[0:1])
@@ -117,7 +117,7 @@ def spans_of(name: str, start: int, end: int, known: Sequence[BlockKey] = ()) ->
 def arrived(pages: ArenaPages, kv: Any, blocks: Sequence[int] = BLOCKS, *, start: int = 0) -> None:
     """*kv* of all layers is in the pages, as another node has sent it."""
     for layer in range(3):
-        pages.write_layer(layer, blocks, start, kv[layer])
+        pages.write_layers(layer, blocks, start, kv[layer : layer + 1])
 
 
 def test_the_next_turn_goes_on_in_the_context_of_the_one_before() -> None:

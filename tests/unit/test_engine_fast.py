@@ -181,7 +181,7 @@ def _output(loaded: LoadedModel) -> Any:
         def attend(self, call: LayerCall) -> Any:
             return chunk_attention(call, call.k, call.v, None)
 
-        def token_places(self) -> None:
+        def places(self) -> None:
             """None: this is a chunk."""
 
     with torch.inference_mode(), attention_pass(Plain()):
@@ -274,7 +274,7 @@ def test_a_forward_has_the_threads_that_it_is_given_in_each_layer() -> None:
             seen.append(torch.get_num_threads())
             return call.q
 
-        def token_places(self) -> None:
+        def places(self) -> None:
             seen.append(torch.get_num_threads())
 
     before = torch.get_num_threads()
@@ -282,7 +282,7 @@ def test_a_forward_has_the_threads_that_it_is_given_in_each_layer() -> None:
         attention = SharingPass(Layers(), cores)
         call, _, _ = _call(2, 3, torch.float32)
         attention.attend(call)
-        assert attention.token_places() is None
+        assert attention.places() is None
         attention.attend(call)
     finally:
         torch.set_num_threads(before)

@@ -32,7 +32,7 @@ def test_pages_have_the_layouts_shape() -> None:
     pages, arena = bound()
     new = values(1, 6, 13)
     for layer in range(3):
-        pages.write_layer(layer, [7, 2, 5, 0], 6, new[layer])
+        pages.write_layers(layer, [7, 2, 5, 0], 6, new[layer : layer + 1])
     for position in range(6, 13):
         block = [7, 2, 5, 0][position // 4]
         for side in (0, 1):
@@ -48,7 +48,7 @@ def test_what_is_written_is_read(blocks: list[int]) -> None:
     pages, _ = bound()
     new = values(1, 0, 14)
     for layer in range(3):
-        pages.write_layer(layer, blocks, 0, new[layer])
+        pages.write_layers(layer, blocks, 0, new[layer : layer + 1])
     for start, end in ((0, 14), (3, 5), (4, 8), (13, 14)):
         out = torch.empty(3, 2, 2, end - start, 4)
         pages.read_all(blocks, start, end, out)

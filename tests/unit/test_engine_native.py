@@ -21,7 +21,7 @@ from mooncake_mesh.engine.native.compiling import NativeUnavailable, compiled  #
 from mooncake_mesh.engine.native.kernels import Kernels  # noqa: E402
 from mooncake_mesh.engine.native.library import SOURCES, Library  # noqa: E402
 from mooncake_mesh.engine.native.loading import kernels_for, load  # noqa: E402
-from mooncake_mesh.engine.native.places import Places  # noqa: E402
+from mooncake_mesh.engine.native.places import TokenPlaces  # noqa: E402
 from mooncake_mesh.engine.runner import TransformersEngine  # noqa: E402
 from mooncake_mesh.kv.layout import KvDtype, KvLayout  # noqa: E402
 from mooncake_proto.serving import Sampling  # noqa: E402
@@ -103,7 +103,7 @@ def test_tokens_of_several_sequences_attend_and_are_written(
     untouched = [context.clone() for context in contexts]
     qkv = some(len(lengths), 1, kv_heads * (groups + 2), head_dim).transpose(1, 2)
     q, k, v = qkv.split([kv_heads * groups, kv_heads, kv_heads], dim=1)
-    places = Places(contexts, [n - 1 for n in lengths])
+    places = TokenPlaces(contexts, [n - 1 for n in lengths])
     call = LayerCall(layer=1, q=q, k=k, v=v, scaling=None, window=window, other={})
     attended = kernels.token_attention(call, places)
     for i, n in enumerate(lengths):
@@ -122,7 +122,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish(kernels: Kernels) -> None:
     call = LayerCall(layer=0, q=q, k=k, v=v, scaling=None, window=None, other={})
     context = torch.stack((k[0], v[0]))[None]
     last = LayerCall(layer=0, q=q[:, :, 69:], k=k[:, :, 69:], v=v[:, :, 69:], scaling=None, window=None, other={})
-    close(kernels.token_attention(last, Places([context], [69])), exact_attention(last, k, v))
+    close(kernels.token_attention(last, TokenPlaces([context], [69])), exact_attention(last, k, v))
     if kernels.multiplies:
         close(kernels.chunk_attention(call, k, v), exact_attention(call, k, v))
 
@@ -154,7 +154,7 @@ def test_results_do_not_depend_on_the_number_of_threads(kernels: Kernels) -> Non
             last = LayerCall(
                 layer=0, q=q[:, :, 149:], k=k[:, :, 399:], v=v[:, :, 399:], scaling=None, window=None, other={}
             )
-            results.append(kernels.token_attention(last, Places([context], [399])))
+            results.append(kernels.token_attention(last, TokenPlaces([context], [399])))
             if kernels.multiplies:
                 results.append(kernels.chunk_attention(call, k, v))
     finally:
@@ -225,8 +225,8 @@ def test_a_model_computes_the_same_with_kernels_and_without(
     with_kernels, kv = _served(tmp_path, 1 << 30)
     joined = kernels.multiplies and name != "layers that are not fused"
     assert ("decode_layers" if joined else "token_attention") in used
-    assert ("chunk_attention" in used) == kernels.multiplies
-    assert ("after_attention" in used) == joined
+    assert ("chunk_layers" in used) == joined
+    assert ("chunk_attention" in used) == (kernels.multiplies and not joined)
     assert ("product" in used) == kernels.multiplies
     gathered, gathered_kv = _served(tmp_path, 0)  # no room for contexts: their pages are gathered
     monkeypatch.setattr("mooncake_mesh.engine.model.kernels_for", lambda *_: None)
@@ -269,7 +269,7 @@ def test_an_engine_says_when_it_computes_and_when_it_has_done_or_failed(tmp_path
         engine.prefill(whole, lambda _: None)
         *begun, last = cores.told
         assert (set(begun), last) == ({"begin"}, "end")
-        assert len(begun) >= 1 + 3, "at the start, and for each layer"
+        assert len(begun) > 1, "at the start, and for every layer or few"
         cores.told.clear()
         with pytest.raises(RuntimeError, match="stop"):
             engine.prefill(whole, _stop)
@@ -331,8 +331,8 @@ def test_pages_and_rows_are_those_of_torch(kernels: Kernels, blocks: list[int], 
         one.pages.copy_(some(*one.pages.shape))
     by_head, by_token = some(3, 2, 2, end - start, 64, seed=2), some(end - start, 2, 2, 64, seed=3)
     for layer, kv in ((0, by_head[0]), (2, by_head[2]), (1, by_token.permute(1, 2, 0, 3))):
-        ours.write_layer(layer, blocks, start, kv)
-        theirs.write_layer(layer, blocks, start, kv)
+        ours.write_layers(layer, blocks, start, kv[None])
+        theirs.write_layers(layer, blocks, start, kv[None])
     assert torch.equal(ours.pages, theirs.pages)
     context = torch.zeros(2, 2, 2, 20, 64, dtype=torch.bfloat16)
     ours.read_all(blocks, start, end, context[:, :, :, 1 : 1 + end - start], first_layer=1)

@@ -15,14 +15,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: 
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer  # noqa: E402
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer  # noqa: E402
 
-from mooncake_mesh.engine.attention import IMPLEMENTATION, KernelDecodePass, attention_pass  # noqa: E402
+from mooncake_mesh.engine.attention import IMPLEMENTATION, KernelDecodePass, PrefillPass, attention_pass  # noqa: E402
 from mooncake_mesh.engine.attention_kernels import LayerCall, chunk_attention  # noqa: E402
 from mooncake_mesh.engine.contexts import KeptContext  # noqa: E402
 from mooncake_mesh.engine.kv_storage import ArenaPages, Span  # noqa: E402
 from mooncake_mesh.engine.native.kernels import Kernels  # noqa: E402
 from mooncake_mesh.engine.native.layers import NativeLayer, NativeLayers, fits  # noqa: E402
 from mooncake_mesh.engine.native.loading import load  # noqa: E402
-from mooncake_mesh.engine.native.places import Places  # noqa: E402
+from mooncake_mesh.engine.native.places import TokenPlaces  # noqa: E402
 from mooncake_mesh.engine.native.products import NativeLinear, PackedWeights, multiplied  # noqa: E402
 from mooncake_mesh.kv.layout import KvDtype, KvLayout  # noqa: E402
 
@@ -128,7 +128,7 @@ class Own:
         assert (call.layer, call.scaling) == (0, 0.125)
         return chunk_attention(call, call.k, call.v, None)
 
-    def token_places(self) -> None:
+    def places(self) -> None:
         """None: this is a chunk."""
 
 
@@ -181,12 +181,12 @@ def test_a_sequences_step_is_the_same_in_every_batch(kernels: Kernels) -> None:
     class Step:
         def __init__(self, chosen: Sequence[int]) -> None:
             self.kv = contexts([lengths[index] for index in chosen], 8)
-            self._places = Places(self.kv, [lengths[index] for index in chosen])
+            self._places = TokenPlaces(self.kv, [lengths[index] for index in chosen])
 
         def attend(self, call: LayerCall) -> Any:
             raise AssertionError("a step's layers attend by themselves")
 
-        def token_places(self) -> Places:
+        def places(self) -> TokenPlaces:
             return self._places
 
     def step(chosen: Sequence[int]) -> Any:
@@ -199,6 +199,33 @@ def test_a_sequences_step_is_the_same_in_every_batch(kernels: Kernels) -> None:
         assert torch.equal(step(chosen), whole[chosen])
 
 
+@pytest.mark.parametrize("name", ["qwen2", "a sliding window"])
+@pytest.mark.parametrize(("start", "tokens"), [(0, 70), (33, 1), (61, 6), (128, 200)])
+def test_a_chunks_layers_at_once_are_those_one_by_one(name: str, start: int, tokens: int, kernels: Kernels) -> None:
+    """With what was before in the context; it and what is stored get the chunk's K and V."""
+    layers = [NativeLayer(kernels.library, made(name, index).bfloat16()) for index in range(8)]
+    x, embeddings = some(1, tokens, 128), sines(1, tokens)
+    span = Span(sequence="s", blocks=list(range(100)), start=start, end=start + tokens)
+    at_once, by_one = (KeptContext(some(8, 2, 2, start + tokens + 5, 64), 0, 0) for _ in range(2))
+    stored: dict[str, list[tuple[int, Any]]] = {"at once": [], "by one": []}
+
+    def through(way: str, context: KeptContext) -> PrefillPass:
+        context.open(start, start + tokens)
+        return PrefillPass(span, context, lambda layer, kv: stored[way].append((layer, kv.clone())), kernels)
+
+    with attention_pass(through("at once", at_once)):
+        together = NativeLayers(layers)(x, position_embeddings=embeddings)
+    hidden = x
+    with attention_pass(through("by one", by_one)):
+        for layer in layers:
+            hidden = layer(hidden, position_embeddings=embeddings)
+    assert torch.equal(together, hidden)
+    assert torch.equal(at_once.kv, by_one.kv)
+    first_layers = [0, 6] if tokens <= 70 else [0, 2, 4, 6]
+    assert [layer for layer, _ in stored["at once"]] == first_layers
+    assert torch.equal(*(torch.cat([kv for _, kv in written]) for written in stored.values()))
+
+
 def test_layers_ask_for_places_again_every_few(kernels: Kernels) -> None:
     """Between two calls the number of threads may change; and a pass without places attends itself."""
     layers = NativeLayers([NativeLayer(kernels.library, made("llama", index).bfloat16()) for index in range(8)])
@@ -209,7 +236,7 @@ def test_layers_ask_for_places_again_every_few(kernels: Kernels) -> None:
             asked.append(f"layer {call.layer}")
             return chunk_attention(call, call.k, call.v, None)
 
-        def token_places(self) -> None:
+        def places(self) -> None:
             asked.append("places")
 
     with attention_pass(Chunk()):

@@ -19,7 +19,7 @@ from mooncake_mesh.engine.attention_kernels import LayerCall, causal_attention, 
 from mooncake_mesh.engine.contexts import Context, KeptContext
 from mooncake_mesh.engine.kv_storage import ArenaPages, Span
 from mooncake_mesh.engine.native.kernels import Kernels
-from mooncake_mesh.engine.native.places import Places
+from mooncake_mesh.engine.native.places import ChunkPlace, Places, TokenPlaces
 from mooncake_mesh.errors import InvariantViolated
 
 IMPLEMENTATION: Final = "mooncake_paged"
@@ -31,9 +31,9 @@ class AttentionPass(Protocol):
     def attend(self, call: LayerCall) -> torch.Tensor:
         """(batch, tokens, heads, head_dim)"""
 
-    def token_places(self) -> Places | None:
-        """Where the next layers, if they can, put K and V of a step's tokens themselves, and attend; None where they
-        call :meth:`attend` each."""
+    def places(self) -> Places | None:
+        """Where the next layers, if they can, put their K and V themselves, and attend; None where they call
+        :meth:`attend` each."""
 
 
 _current: ContextVar[AttentionPass] = ContextVar("mooncake_attention_pass")
@@ -97,9 +97,9 @@ class SharingPass:
         self._share()
         return self._inner.attend(call)
 
-    def token_places(self) -> Places | None:
+    def places(self) -> Places | None:
         self._share()
-        return self._inner.token_places()
+        return self._inner.places()
 
     def _share(self) -> None:
         self._cores.begin()
@@ -107,7 +107,8 @@ class SharingPass:
 
 
 class PrefillPass:
-    """One chunk of one sequence. *store* gets each layer's K and V (2, kv_heads, tokens, head_dim), then it attends."""
+    """One chunk of one sequence. *store(first_layer, kv)* gets K and V (layers, 2, kv_heads, tokens, head_dim) of each
+    layer before it attends, or of several after."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class PrefillPass:
     def attend(self, call: LayerCall) -> torch.Tensor:
         span = self._span
         kv = torch.cat((call.k, call.v))
-        self._store(call.layer, kv)
+        self._store(call.layer, kv[None])
         k, v = self._context.extend(call.layer, kv)
         if self._kernels is not None and self._kernels.multiplies:
             return self._kernels.chunk_attention(call, k, v)
@@ -134,8 +135,15 @@ class PrefillPass:
         first = 0 if call.window is None else max(0, span.start + 1 - call.window)
         return chunk_attention(call, k[:, :, first:], v[:, :, first:], self._mask(call, first))
 
-    def token_places(self) -> None:
-        """A chunk has none."""
+    def places(self) -> ChunkPlace | None:
+        context = self._context
+        if self._kernels is None or not self._kernels.multiplies or not isinstance(context, KeptContext):
+            return None
+
+        def wrote(first: int, end: int) -> None:
+            self._store(context.first_layer + first, context.written(first, end))
+
+        return ChunkPlace(context=context.kv, start=self._span.start, wrote=wrote)
 
     def _mask(self, call: LayerCall, first: int) -> torch.Tensor | None:
         """0 where a token sees a position, -inf elsewhere; None where plain causality is all. Equal for most layers."""
@@ -173,7 +181,7 @@ class DecodePass:
             attended.append(token_attention(query, k, v, call.scaling))
         return torch.cat(attended).view(batch, 1, heads, head_dim)
 
-    def token_places(self) -> None:
+    def places(self) -> None:
         """They need not all be contexts."""
 
     def store(self) -> None:
@@ -188,14 +196,14 @@ class KernelDecodePass:
         self, arena: ArenaPages, spans: Sequence[Span], contexts: Sequence[KeptContext], kernels: Kernels
     ) -> None:
         self._arena = arena
-        self._places = Places([context.kv for context in contexts], [span.start for span in spans])
+        self._places = TokenPlaces([context.kv for context in contexts], [span.start for span in spans])
         self._kernels = kernels
         self._blocks, self._offsets = _token_places(arena, spans)
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         return self._kernels.token_attention(call, self._places)
 
-    def token_places(self) -> Places:
+    def places(self) -> TokenPlaces:
         return self._places
 
     def store(self) -> None:

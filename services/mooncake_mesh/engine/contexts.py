@@ -46,7 +46,7 @@ class KeptContext:
     def __init__(self, kv: torch.Tensor, length: int, first_layer: int) -> None:
         self.kv = kv
         self.length = length
-        self._first_layer = first_layer
+        self.first_layer = first_layer
         self._span = (0, 0)
         self._keys: tuple[torch.Tensor, ...] = ()
         self._values: tuple[torch.Tensor, ...] = ()
@@ -72,10 +72,14 @@ class KeptContext:
         self._values = self.kv[:, 1:2, :, :end].unbind(0)
         self._new = self.kv[:, :, :, start:end].unbind(0)
 
+    def written(self, first: int, end: int) -> torch.Tensor:
+        """What its layers *first* to *end*, counted from its own first, got in this forward."""
+        return self.kv[first:end, :, :, slice(*self._span)]
+
     def extend(self, layer: int, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._new:
             self._view()
-        index = layer - self._first_layer
+        index = layer - self.first_layer
         self._new[index].copy_(kv)
         return self._keys[index], self._values[index]
 

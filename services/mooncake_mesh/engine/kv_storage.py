@@ -60,12 +60,13 @@ class ArenaPages:
             raise InvariantViolated("the engine is not bound to an arena")
         return self._pages
 
-    def write_layer(self, layer: int, blocks: Sequence[int], start: int, kv: torch.Tensor) -> None:
-        """Write one layer's *kv* (2, kv_heads, tokens, head_dim) at positions *start* onwards of a sequence."""
+    def write_layers(self, first_layer: int, blocks: Sequence[int], start: int, kv: torch.Tensor) -> None:
+        """Write *kv* (layers, 2, kv_heads, tokens, head_dim) at positions *start* onwards of a sequence."""
         if (kernels := self._kernels_for(kv)) is not None:
-            kernels.write_pages(self.pages, layer, blocks, start, kv[None])
-        else:
-            write_positions(self.pages, layer, blocks, start, kv)
+            kernels.write_pages(self.pages, first_layer, blocks, start, kv)
+            return
+        for layer, layer_kv in enumerate(kv, first_layer):
+            write_positions(self.pages, layer, blocks, start, layer_kv)
 
     def read_positions(self, layer: int, blocks: Sequence[int], start: int, end: int, out: torch.Tensor) -> None:
         """Copy one layer of positions *start* to *end* into *out* (2, kv_heads, end - start, head_dim)."""

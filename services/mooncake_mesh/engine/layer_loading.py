@@ -41,13 +41,13 @@ class LayerStores:
         self._arena = arena
         self._span = span
         self._on_layer = on_layer
-        self._pending: deque[tuple[int, Copy]] = deque()
+        self._pending: deque[tuple[range, Copy]] = deque()
 
-    def store(self, layer: int, kv: torch.Tensor) -> None:
-        """Write *kv* (2, kv_heads, tokens, head_dim), which must not change any more."""
-        span = self._span
-        copy = self._copies.run(lambda: self._arena.write_layer(layer, span.blocks, span.start, kv), kv.nbytes)
-        self._pending.append((layer, copy))
+    def store(self, first_layer: int, kv: torch.Tensor) -> None:
+        """Write *kv* (layers, 2, kv_heads, tokens, head_dim), which must not change before :meth:`finish`."""
+        span, layers = self._span, range(first_layer, first_layer + len(kv))
+        copy = self._copies.run(lambda: self._arena.write_layers(first_layer, span.blocks, span.start, kv), kv.nbytes)
+        self._pending.append((layers, copy))
         while self._pending and (self._pending[0][1].is_done or len(self._pending) > _PENDING_STORES):
             self._report()
 
@@ -63,9 +63,10 @@ class LayerStores:
         self._pending.clear()
 
     def _report(self) -> None:
-        layer, copy = self._pending.popleft()
+        layers, copy = self._pending.popleft()
         copy.finish()
-        self._on_layer(layer)
+        for layer in layers:
+            self._on_layer(layer)
 
 
 class PrefixLoads:

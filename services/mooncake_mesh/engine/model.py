@@ -285,7 +285,7 @@ class _Probe:
         self._layout = layout
         self.layers: list[int] = []
 
-    def token_places(self) -> None:
+    def places(self) -> None:
         """No step is probed."""
 
     def attend(self, call: LayerCall) -> torch.Tensor:

@@ -1,5 +1,5 @@
 /* Attention of a chunk of a prompt, by products of AVX512-BF16; absent without it. */
-#include "vectors.h"
+#include "team.h"
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -150,54 +150,51 @@ static void attend_block(Block *block, int rows, const uint32_t *keys, const uin
     }
 }
 
-/* Attention of `tokens` queries behind `start` positions, each over all up to its own, or the last `window` of these.
- *
- * q: (tokens, kv_heads * groups, head_dim), tokens q_stride elements apart; k and v: (kv_heads, .., head_dim), heads
- * k_stride and v_stride apart; head_dim a multiple of 64. out: (tokens, kv_heads * groups, head_dim).
- * room: for K and V of all positions, rounded up to 64, in another order.
- */
-void chunk_attention(const bf16 *q, int64_t q_stride, const bf16 *k, const bf16 *v, int64_t k_stride, int64_t v_stride,
-                     bf16 *out, uint32_t *room, int64_t tokens, int64_t start, int64_t kv_heads, int64_t groups, int64_t head_dim,
-                     int64_t window, float scaling, int threads)
+void chunk_attention_share(const Chunk *chunk, uint32_t *room)
 {
-    const int64_t positions = start + tokens, tiles = (positions + TILE - 1) / TILE;
+    const int64_t positions = chunk->start + chunk->tokens, tiles = (positions + TILE - 1) / TILE;
+    const int64_t head_dim = chunk->head_dim, kv_heads = chunk->kv_heads, groups = chunk->groups;
     const int64_t tile_size = TILE * head_dim / 2, head_size = tiles * tile_size;
     uint32_t *const values_room = room + kv_heads * head_size;
-    const int64_t block_tokens = BLOCK / groups, blocks = (tokens + block_tokens - 1) / block_tokens;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
+    const int64_t block_tokens = BLOCK / groups, blocks = (chunk->tokens + block_tokens - 1) / block_tokens;
 #pragma omp for
-        for (int64_t task = 0; task < kv_heads * tiles; task++) {
-            const int64_t head = task / tiles, at = task % tiles * TILE;
-            const int n = positions - at < TILE ? positions - at : TILE;
-            pack_keys(room + task * tile_size, k + head * k_stride + at * head_dim, n, head_dim);
-            pack_values(values_room + task * tile_size, v + head * v_stride + at * head_dim, n, head_dim);
-        }
-        Block block;
+    for (int64_t task = 0; task < kv_heads * tiles; task++) {
+        const int64_t head = task / tiles, at = task % tiles * TILE;
+        const int n = positions - at < TILE ? positions - at : TILE;
+        pack_keys(room + task * tile_size, chunk->k + head * chunk->k_stride + at * head_dim, n, head_dim);
+        pack_values(values_room + task * tile_size, chunk->v + head * chunk->v_stride + at * head_dim, n, head_dim);
+    }
+    Block block;
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < kv_heads * blocks; task++) {
-            /* The longest rows first: no thread is left with one at the end. */
-            const int64_t head = task % kv_heads, token = (blocks - 1 - task / kv_heads) * block_tokens;
-            const int64_t n = (tokens - token < block_tokens ? tokens - token : block_tokens) * groups;
-            const int rows = (n + ROWS - 1) / ROWS * ROWS;
-            for (int64_t r = 0; r < rows; r++) {
-                const int64_t real = r < n ? r : n - 1, t = token + real / groups, g = head * groups + real % groups;
-                block.queries[r] = (const uint32_t *)(q + t * q_stride + g * head_dim);
-                block.weight_rows[r] = (const uint32_t *)block.weights[r];
-                block.positions[r] = start + t;
-                block.most[r] = -INFINITY;
-                block.total[r] = 0;
-                memset(block.mixed + r * head_dim, 0, head_dim * sizeof(float));
-            }
-            attend_block(&block, rows, room + head * head_size, values_room + head * head_size, window, head_dim,
-                         scaling * 1.44269504f);
-            for (int64_t r = 0; r < n; r++) {
-                bf16 *to = out + ((token + r / groups) * kv_heads * groups + head * groups + r % groups) * head_dim;
-                const float share = 1.0f / block.total[r];
-                for (int64_t i = 0; i < head_dim; i += LANES)
-                    store(to + i, *(floats *)(block.mixed + r * head_dim + i) * share);
-            }
+    for (int64_t task = 0; task < kv_heads * blocks; task++) {
+        /* The longest rows first: no thread is left with one at the end. */
+        const int64_t head = task % kv_heads, token = (blocks - 1 - task / kv_heads) * block_tokens;
+        const int64_t n = (chunk->tokens - token < block_tokens ? chunk->tokens - token : block_tokens) * groups;
+        const int rows = (n + ROWS - 1) / ROWS * ROWS;
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t real = r < n ? r : n - 1, t = token + real / groups, g = head * groups + real % groups;
+            block.queries[r] = (const uint32_t *)(chunk->q + t * chunk->q_stride + g * head_dim);
+            block.weight_rows[r] = (const uint32_t *)block.weights[r];
+            block.positions[r] = chunk->start + t;
+            block.most[r] = -INFINITY;
+            block.total[r] = 0;
+            memset(block.mixed + r * head_dim, 0, head_dim * sizeof(float));
+        }
+        attend_block(&block, rows, room + head * head_size, values_room + head * head_size, chunk->window, head_dim,
+                     chunk->scaling * 1.44269504f);
+        for (int64_t r = 0; r < n; r++) {
+            const int64_t t = token + r / groups, g = head * groups + r % groups;
+            bf16 *to = chunk->out + (t * kv_heads * groups + g) * head_dim;
+            const float share = 1.0f / block.total[r];
+            for (int64_t i = 0; i < head_dim; i += LANES)
+                store(to + i, *(floats *)(block.mixed + r * head_dim + i) * share);
         }
     }
+}
+
+void chunk_attention(const Chunk *chunk, uint32_t *room, int threads)
+{
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    chunk_attention_share(chunk, room);
 }
 #endif

@@ -10,8 +10,8 @@ from typing import Final
 import torch
 
 from mooncake_mesh.engine.attention_kernels import HAS_AMX, LayerCall
-from mooncake_mesh.engine.native.library import Library, Tokens
-from mooncake_mesh.engine.native.places import Places
+from mooncake_mesh.engine.native.library import Chunk, Library, Tokens
+from mooncake_mesh.engine.native.places import TokenPlaces
 
 _TILE: Final = 64
 
@@ -61,7 +61,7 @@ class Kernels:
         )
         return rows
 
-    def token_attention(self, call: LayerCall, places: Places) -> torch.Tensor:
+    def token_attention(self, call: LayerCall, places: TokenPlaces) -> torch.Tensor:
         """Write K and V of one new token of each sequence to its place in the call's layer, and attend over all up to
         there: (batch, 1, heads, head_dim)."""
         batch, heads, _, head_dim = call.q.shape
@@ -96,25 +96,24 @@ class Kernels:
         _, kv_heads, positions, _ = k.shape
         q, k, v = _by_token(call.q), _by_position(k), _by_position(v)
         out = torch.empty((1, tokens, heads, head_dim), dtype=torch.bfloat16)
-        room = torch.empty(2 * kv_heads * -(-positions // _TILE) * _TILE * head_dim, dtype=torch.bfloat16)
-        self.library.chunk_attention(
-            q.data_ptr(),
-            q.stride(2),
-            k.data_ptr(),
-            v.data_ptr(),
-            k.stride(1),
-            v.stride(1),
-            out.data_ptr(),
-            room.data_ptr(),
-            tokens,
-            positions - tokens,
-            kv_heads,
-            heads // kv_heads,
-            head_dim,
-            call.window or 0,
-            _scaling(call),
-            torch.get_num_threads(),
+        chunk = Chunk(
+            q=q.data_ptr(),
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            q_stride=q.stride(2),
+            k_stride=k.stride(1),
+            v_stride=v.stride(1),
+            out=out.data_ptr(),
+            tokens=tokens,
+            start=positions - tokens,
+            kv_heads=kv_heads,
+            groups=heads // kv_heads,
+            head_dim=head_dim,
+            window=call.window or 0,
+            scaling=_scaling(call),
         )
+        room = chunk_room(kv_heads, positions, head_dim)
+        self.library.chunk_attention(ctypes.byref(chunk), room.data_ptr(), torch.get_num_threads())
         return out
 
     def read_pages(
@@ -170,6 +169,11 @@ class Kernels:
             head_dim * item_bytes,
             to_pages,
         )
+
+
+def chunk_room(kv_heads: int, positions: int, head_dim: int) -> torch.Tensor:
+    """Where attention of a chunk has K and V of all *positions* in another order."""
+    return torch.empty(2 * kv_heads * -(-positions // _TILE) * _TILE * head_dim, dtype=torch.bfloat16)
 
 
 def _scaling(call: LayerCall) -> float:

@@ -93,4 +93,41 @@ void decode_layers(const Shape *shape, const Layer *layers, int64_t first, int64
         after_attention_share(shape, layer, rows);
     }
 }
+
+/* The rows' K and V go to positions `start` onwards of k and v (kv_heads, capacity, head_dim). */
+static void keep_share(const Shape *shape, const Rows *rows, bf16 *k, bf16 *v, int64_t capacity, int64_t start)
+{
+    const int64_t head_dim = shape->head_dim, stride = (shape->heads + 2 * shape->kv_heads) * head_dim;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows->m; row++)
+        for (int64_t h = 0; h < shape->kv_heads; h++) {
+            const bf16 *key = rows->qkv + row * stride + (shape->heads + h) * head_dim;
+            const int64_t to = (h * capacity + start + row) * head_dim;
+            memcpy(k + to, key, head_dim * sizeof(bf16));
+            memcpy(v + to, key + shape->kv_heads * head_dim, head_dim * sizeof(bf16));
+        }
+}
+
+/* The same for a chunk of one sequence, at positions `start` onwards. context: (layers, K or V, kv_heads, capacity,
+ * head_dim); room as in chunk_attention_share. */
+void chunk_layers(const Shape *shape, const Layer *layers, int64_t first, int64_t end, const Rows *rows, bf16 *context,
+                  int64_t capacity, int64_t start, uint32_t *room, int threads)
+{
+    const int64_t side = shape->kv_heads * capacity * shape->head_dim;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    for (int64_t index = first; index < end; index++) {
+        const Layer *layer = layers + index;
+        bf16 *k = context + 2 * index * side, *v = k + side;
+        before_attention_share(shape, layer, rows);
+        keep_share(shape, rows, k, v, capacity, start);
+        chunk_attention_share(
+            &(Chunk){.q = rows->qkv, .k = k, .v = v, .q_stride = (shape->heads + 2 * shape->kv_heads) * shape->head_dim,
+                     .k_stride = capacity * shape->head_dim, .v_stride = capacity * shape->head_dim,
+                     .out = rows->attended, .tokens = rows->m, .start = start, .kv_heads = shape->kv_heads,
+                     .groups = shape->heads / shape->kv_heads, .head_dim = shape->head_dim, .window = layer->window,
+                     .scaling = layer->scaling},
+            room);
+        after_attention_share(shape, layer, rows);
+    }
+}
 #endif

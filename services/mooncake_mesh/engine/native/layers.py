@@ -10,12 +10,15 @@ from torch import nn
 
 from mooncake_mesh.engine.attention import attend, running_pass
 from mooncake_mesh.engine.attention_kernels import LayerCall
+from mooncake_mesh.engine.native.kernels import chunk_room
 from mooncake_mesh.engine.native.library import Layer, Library, Rows, Shape, address
-from mooncake_mesh.engine.native.places import Places
+from mooncake_mesh.engine.native.places import ChunkPlace, TokenPlaces
 from mooncake_mesh.engine.native.products import PackedWeights
 
 _AT_ONCE: Final = 6
-"""Layers of a decode step in one call: it is between calls that the number of threads can change."""
+_TOKENS_AT_ONCE: Final = 512
+"""Most layers of one call, and most tokens times layers. It is between calls that the number of threads can change, a
+forward be stopped, and what was computed go on its way."""
 
 _LANES: Final = 16
 
@@ -119,17 +122,21 @@ class NativeLayers(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *, position_embeddings: Sines, **_: Any) -> torch.Tensor:
         way, running = _Way(hidden_states, position_embeddings, self._shape), running_pass()
-        for first in range(0, len(self._layers), _AT_ONCE):
-            end = min(first + _AT_ONCE, len(self._layers))
-            places = running.token_places()
-            if places is not None:
-                self._decode(way, places, first, end)
-                continue
-            for layer in self._layers[first:end]:
-                layer.pass_on(way)
+        at_once = max(1, min(_AT_ONCE, _TOKENS_AT_ONCE // way.struct.m))
+        for first in range(0, len(self._layers), at_once):
+            end = min(first + at_once, len(self._layers))
+            match running.places():
+                case TokenPlaces() as places:
+                    self._decode(way, places, first, end)
+                case ChunkPlace() as place:
+                    self._compute(way, place, first, end)
+                    place.wrote(first, end)
+                case None:
+                    for layer in self._layers[first:end]:
+                        layer.pass_on(way)
         return way.hidden
 
-    def _decode(self, way: "_Way", places: Places, first: int, end: int) -> None:
+    def _decode(self, way: "_Way", places: TokenPlaces, first: int, end: int) -> None:
         self._library.decode_layers(
             ctypes.byref(self._shape),
             self._structs,
@@ -142,6 +149,20 @@ class NativeLayers(nn.Module):
             torch.get_num_threads(),
         )
 
+    def _compute(self, way: "_Way", place: ChunkPlace, first: int, end: int) -> None:
+        self._library.chunk_layers(
+            ctypes.byref(self._shape),
+            self._structs,
+            first,
+            end,
+            ctypes.byref(way.struct),
+            place.context.data_ptr(),
+            place.context.shape[3],
+            place.start,
+            way.chunk_room(place.start).data_ptr(),
+            torch.get_num_threads(),
+        )
+
 
 class _Way:
     """Rows on their way through layers of one shape: ``hidden`` (batch, tokens, size), a copy that layers change.
@@ -151,11 +172,13 @@ class _Way:
 
     def __init__(self, hidden: torch.Tensor, sines: Sines, shape: Shape) -> None:
         batch, tokens, size = hidden.shape
+        self._shape = shape
         self.hidden = hidden.clone(memory_format=torch.contiguous_format)
         self._sines = [sine.expand(batch, tokens, shape.head_dim).contiguous() for sine in sines]
         self._normed, self._gated = self._room(size), self._room(shape.inner)
         self.qkv = self._room((shape.heads + 2 * shape.kv_heads) * shape.head_dim).unflatten(2, (-1, shape.head_dim))
         self._attended = self._room(shape.heads * shape.head_dim)
+        self._chunk_room: torch.Tensor | None = None
         cos, sin = self._sines
         self.struct = Rows(
             hidden=self.hidden.data_ptr(),
@@ -167,6 +190,13 @@ class _Way:
             gated=self._gated.data_ptr(),
             m=batch * tokens,
         )
+
+    def chunk_room(self, start: int) -> torch.Tensor:
+        """For attention of the rows, a chunk behind *start* positions."""
+        if self._chunk_room is None:
+            shape = self._shape
+            self._chunk_room = chunk_room(shape.kv_heads, start + self.struct.m, shape.head_dim)
+        return self._chunk_room
 
     def take_attended(self, attended: torch.Tensor) -> None:
         """(batch, tokens, heads, head_dim), contiguous."""

@@ -13,13 +13,23 @@ POINTER, SIZE, FLOAT, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, cty
 
 
 class Tokens(ctypes.Structure):
-    """See team.h, as for Product."""
+    """See team.h, as for Chunk and Product."""
 
     _fields_ = (
         *((name, POINTER) for name in ("q", "k", "v")),
         *((name, SIZE) for name in ("q_stride", "k_stride", "v_stride")),
         *((name, POINTER) for name in ("out", "contexts", "capacities", "positions")),
         *((name, SIZE) for name in ("batch", "kv_heads", "groups", "head_dim")),
+    )
+
+
+class Chunk(ctypes.Structure):
+    _fields_ = (
+        *((name, POINTER) for name in ("q", "k", "v")),
+        *((name, SIZE) for name in ("q_stride", "k_stride", "v_stride")),
+        ("out", POINTER),
+        *((name, SIZE) for name in ("tokens", "start", "kv_heads", "groups", "head_dim", "window")),
+        ("scaling", FLOAT),
     )
 
 
@@ -65,15 +75,14 @@ class Library:
         self.token_attention = self._function("token_attention", [POINTER, SIZE, SIZE, FLOAT, INT])
         self.copy_pages = self._function("copy_pages", [POINTER, *[SIZE] * 3, *[POINTER] * 3, *[SIZE] * 5, SIZE, INT])
         if self.multiplies:
-            self.chunk_attention = self._function(
-                "chunk_attention",
-                [POINTER, SIZE, POINTER, POINTER, SIZE, SIZE, POINTER, POINTER, *[SIZE] * 5, SIZE, FLOAT, INT],
-            )
+            self.chunk_attention = self._function("chunk_attention", [POINTER, POINTER, INT])
             self.pack_weights = self._function("pack_weights", [POINTER, POINTER, SIZE, SIZE])
             self.product = self._function("product", [POINTER, INT])
             self.before_attention = self._function("before_attention", [*[POINTER] * 3, INT])
             self.after_attention = self._function("after_attention", [*[POINTER] * 3, INT])
-            self.decode_layers = self._function("decode_layers", [POINTER, POINTER, SIZE, SIZE, *[POINTER] * 4, INT])
+            some = [POINTER, POINTER, SIZE, SIZE, POINTER]  # of what layers, for what rows
+            self.decode_layers = self._function("decode_layers", [*some, *[POINTER] * 3, INT])
+            self.chunk_layers = self._function("chunk_layers", [*some, POINTER, SIZE, SIZE, POINTER, INT])
 
     def _function(self, name: str, arguments: Sequence[Any]) -> Any:
         function = getattr(self._library, name)

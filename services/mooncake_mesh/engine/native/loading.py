@@ -13,7 +13,7 @@ from mooncake_mesh.engine.model_files import cache_folder
 from mooncake_mesh.engine.native.compiling import NativeUnavailable, compiled
 from mooncake_mesh.engine.native.kernels import Kernels
 from mooncake_mesh.engine.native.library import SOURCES, Library
-from mooncake_mesh.engine.native.places import Places
+from mooncake_mesh.engine.native.places import TokenPlaces
 from mooncake_mesh.engine.native.products import PackedWeights, multiplied
 from mooncake_mesh.kv.layout import KvLayout
 
@@ -75,7 +75,7 @@ def _check(kernels: Kernels) -> None:
     q, context = some(1, 4, 70, 64), some(1, 2, 2, 80, 64)
     k, v = context[0, :, :, :70]
     call = LayerCall(layer=0, q=q[:, :, 69:], k=k[None, :, 69:], v=v[None, :, 69:], scaling=None, window=None, other={})
-    own = kernels.token_attention(call, Places([context], [69]))
+    own = kernels.token_attention(call, TokenPlaces([context], [69]))
     theirs = functional.scaled_dot_product_attention(q, k[None], v[None], is_causal=True, enable_gqa=True)
     theirs = theirs.transpose(1, 2)
     _same("token_attention", own, theirs[:, 69:])

@@ -1,11 +1,12 @@
-"""Where kernels find the contexts of a decode step."""
+"""Where layers that attend by themselves find the contexts of a forward."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 
-class Places:
+class TokenPlaces:
     """Where the next position of each of several sequences goes: contexts (layers, 2, kv_heads, capacity, head_dim)."""
 
     def __init__(self, contexts: Sequence[torch.Tensor], positions: Sequence[int]) -> None:
@@ -19,3 +20,18 @@ class Places:
         """What was written to the places: (sequences, layers, 2, kv_heads, head_dim)."""
         pairs = zip(self._contexts, self._positions, strict=True)
         return torch.stack([context[:, :, :, position] for context, position in pairs])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPlace:
+    """Where positions ``start`` onwards of one sequence go: ``context`` (layers, 2, kv_heads, capacity, head_dim).
+
+    It has all before. *wrote(first, end)* is to be called for layers that have theirs there, in order.
+    """
+
+    context: torch.Tensor
+    start: int
+    wrote: Callable[[int, int], None]
+
+
+Places = TokenPlaces | ChunkPlace

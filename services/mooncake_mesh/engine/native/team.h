@@ -24,6 +24,22 @@ typedef struct {
 
 void token_attention_share(const Tokens *tokens, int64_t layer, int64_t window, float scaling);
 
+/* chunk_attention.c: attention of `tokens` queries behind `start` positions, each over all up to its own, or the last
+ * `window` of these.
+ *
+ * q: (tokens, kv_heads * groups, head_dim), tokens q_stride elements apart; k and v: (kv_heads, .., head_dim), heads
+ * k_stride and v_stride apart; head_dim a multiple of 64. out: (tokens, kv_heads * groups, head_dim).
+ * room: for K and V of all positions, rounded up to 64, in another order. */
+typedef struct {
+    const bf16 *q, *k, *v;
+    int64_t q_stride, k_stride, v_stride;
+    bf16 *out;
+    int64_t tokens, start, kv_heads, groups, head_dim, window;
+    float scaling;
+} Chunk;
+
+void chunk_attention_share(const Chunk *chunk, uint32_t *room);
+
 /* products.c: rows (m, inner) times weights (columns, inner), packed, as out (m, columns).
  *
  * bias (columns, rounded up to whole panels) and summands (m, columns) are added unless NULL; out may be summands. With
