@@ -4,7 +4,8 @@
 
     head → each stage     JoinPipeline   answered by StageJoined; last stage first: each is told the next one's door
     head → each stage     StageChunk     answered by StageChunkDone or Failure, when the stage is done with that chunk
-    head → each stage     DropJob        one-way: chunks of that job are answered with Failure, sooner than computed
+    head → each stage     DropJob        one-way: chunks of that job are answered with Failure, sooner than computed;
+                                         nothing of it is kept
 
 Activations go from stage to stage over the transports that KV takes too, as slice *n* for the chunk of number *n*.
 Its place is slot ``n % slots``, free again when every stage has answered chunk *n*: the head sends no more before.
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from mooncake_proto.codec import message
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, TransferId
 from mooncake_proto.serving import Sampling, TokenLogprob
-from mooncake_proto.shapes import HexSecret, Natural, PackedTokens, Positive
+from mooncake_proto.shapes import HexSecret, Natural, PackedKeys, PackedTokens, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,9 @@ class StageChunk:
     Layers that are written are announced under ``transfer_id``, if there is one. ``sampling`` says that a token is to
     be drawn (the last chunk, at the last stage): after the whole prompt ``tokens``, of which the last ``drawn_tokens``
     were drawn before.
+
+    ``keys`` are those of the whole blocks of the prompt of ``prompt_tokens``. They come with its first chunk, as the
+    stage may have the prefix of another sequence, and with its last one, as another may begin like this one.
     """
 
     pipeline: Incarnation
@@ -90,6 +94,8 @@ class StageChunk:
     tokens: PackedTokens = b""
     drawn_tokens: Natural = 0
     banned: tuple[Natural, ...] = ()
+    prompt_tokens: Natural = 0
+    keys: PackedKeys = b""
 
 
 @message("pipeline.chunk_done")

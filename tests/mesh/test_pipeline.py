@@ -45,14 +45,25 @@ def expected(prompt: str, n: int = TOKENS) -> str:
     return clients.expected_text(prompt, n, FIVE_LAYERS)
 
 
-def computed(mesh: Mesh, name: str, least_chunks: int) -> list[dict[str, float]]:
+def computed(mesh: Mesh, name: str, least_chunks: int) -> list[dict[str, Any]]:
     """Wait until a stage has computed so many chunks of its life; all of them."""
 
-    def look() -> list[dict[str, float]] | None:
+    def look() -> list[dict[str, Any]] | None:
         chunks = [entry for entry in mesh.logs(name) if entry.get("event") == "chunk_computed"]
         return chunks if len(chunks) >= least_chunks else None
 
     return mesh.wait(look, what=f"{name} to compute {least_chunks} chunks")
+
+
+def retired(mesh: Mesh, least: int) -> list[dict[str, Any]]:
+    """Wait until the further stage has let go of so many sequences that it has computed."""
+
+    def look() -> list[dict[str, Any]] | None:
+        found = [entry for entry in mesh.logs("prefill0-1") if entry.get("event") == "sequence_retired"]
+        ended = [entry for entry in found if entry["blocks"]]
+        return ended if len(ended) >= least else None
+
+    return mesh.wait(look, what=f"the end of {least} sequences")
 
 
 def sends(mesh: Mesh) -> list[dict[str, Any]]:
@@ -82,6 +93,19 @@ def test_what_both_stages_wrote_is_in_the_pool(mesh: Mesh) -> None:
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 300
     assert first["choices"][0]["text"] == again["choices"][0]["text"] == expected(prompt)
+
+
+def test_a_stage_keeps_what_it_has_of_a_prompt_under_its_keys_for_the_next_turn(mesh: Mesh) -> None:
+    prompt = "the first turn of a conversation, of which the stage has its layers, " * 4
+    n_before, n_retired = len(computed(mesh, "prefill0-1", 0)), len(retired(mesh, 0))
+    assert clients.complete(mesh.http, prompt, TOKENS) == expected(prompt)
+    first = retired(mesh, n_retired + 1)[-1]
+    assert clients.complete(mesh.http, prompt + "and the second one. " * 8, TOKENS)
+    second = retired(mesh, n_retired + 2)[-1]
+    assert 0 < first["blocks"] < second["blocks"]
+    chunks = computed(mesh, "prefill0-1", n_before + 3)[n_before:]
+    known = {chunk["start"]: chunk["known_blocks"] for chunk in chunks if chunk["job_id"] == second["job_id"]}
+    assert known[min(known)] == first["blocks"]  # of those before it, the stage may have a context
 
 
 def test_the_stage_that_draws_the_first_token_keeps_to_the_grammar(mesh: Mesh) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 from mooncake_mesh.engine.api import Engine, PrefillChunk, SampleRequest
 from mooncake_mesh.engine.fake import FakeConfig, FakeEngine
 from mooncake_mesh.errors import ConfigError
+from mooncake_mesh.kv.block_hash import chain, token_bytes
 from mooncake_mesh.kv.layers import LayerRange, StagePart, layer_ranges
 from mooncake_mesh.kv.layout import KvDtype, KvLayout
+from mooncake_proto.ids import BlockKey
 from mooncake_proto.serving import Sampling
 
 torch = pytest.importorskip("torch")
@@ -142,6 +145,26 @@ def test_a_prefix_that_was_cached_is_read_by_every_stage(make: Make) -> None:
     out = memoryview(bytearray(21 * engines[0].spec.hidden_bytes))
     assert engines[0].prefill(chunk(engines[0], 24, 45, None, out), lambda _: None) is None
     drawn = engines[1].prefill(chunk(engines[1], 24, 45, out, None), lambda _: None)
+    assert drawn is not None
+    assert drawn.token == token
+
+
+def test_a_stage_has_the_prefix_of_a_sequence_that_is_over(tmp_path: Path) -> None:
+    """Nothing is left of it in the arena, and the token is the same."""
+    torch.manual_seed(11)
+    MODELS["llama"]().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    engines = stages_of(lambda part: _load(tmp_path, part), (3, 4))
+    keys = chain(BlockKey(b"r" * 16), token_bytes(PROMPT.tolist()), 8)
+    token, arena, _ = run(engines, [0, 24, 45])
+    for engine in engines:
+        engine.retire("s", keys)
+    arena[:] = 0
+    hidden = None
+    for engine in engines:
+        out = memoryview(bytearray(21 * engine.spec.hidden_bytes))
+        with_keys = replace(chunk(engine, 24, 45, hidden, out), sequence="next", keys=keys[:3])
+        drawn, hidden = engine.prefill(with_keys, lambda _: None), out
     assert drawn is not None
     assert drawn.token == token
 

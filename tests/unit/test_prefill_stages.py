@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mooncake_mesh.errors import Aborted, InvalidRequest, PeerUnreachable, TransferError
 from mooncake_mesh.prefill.activations import Door, Outlet, SlotMemory
-from mooncake_mesh.prefill.stage_core import Flight, StageCore, StageWork
+from mooncake_mesh.prefill.stage_core import Flight, StageCore, StageWork, ends_prompt, prefix_keys
 from mooncake_proto.ids import Incarnation, JobId
 from mooncake_proto.pipeline import StageChunk, StageDoor
 
@@ -91,6 +92,20 @@ def test_a_stage_that_left_takes_nothing_until_it_joins() -> None:
     assert taken(core).stop is not None
     with pytest.raises(PeerUnreachable):
         core.offer(chunk(1))
+
+
+@pytest.mark.parametrize(
+    ("start", "n_tokens", "known", "is_last"), [(0, 8, 0, False), (8, 8, 2, False), (16, 3, 4, True)]
+)
+def test_keys_name_the_prefix_of_a_chunk_and_its_end_that_of_the_prompt(
+    start: int, n_tokens: int, known: int, is_last: bool
+) -> None:
+    """Four whole blocks of four tokens, and three tokens more."""
+    keys = bytes(range(64))
+    told = replace(chunk(0), start=start, n_tokens=n_tokens, prompt_tokens=19, keys=keys)
+    assert b"".join(prefix_keys(told, 4)) == keys[: 16 * known]
+    assert ends_prompt(told) is is_last
+    assert prefix_keys(replace(told, keys=b""), 4) == []
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from mooncake_mesh.policy.stopping import banned_tokens
 from mooncake_mesh.prefill.announcing import LayerNews, StopRequested, forward
 from mooncake_mesh.prefill.core import Chunk, JobStage, PrefillCore, QueuedJob
 from mooncake_mesh.prefill.pipeline import Passed, Pipeline
+from mooncake_mesh.prefill.stage_core import StagedPrompt
 from mooncake_mesh.worker.station import Station
 from mooncake_proto.ids import BlockKey
 from mooncake_proto.transfer import Seal
@@ -62,6 +63,9 @@ class PromptComputer:
         except Exception:
             await self._abandon(entry, [future for _, future in passing])
             raise
+        finally:
+            if self._pipeline is not None:
+                self._pipeline.end(entry.job.job_id)
         if entry.filter is not None and entry.filter.failure is not None:
             raise entry.filter.failure
         if drawn is None:
@@ -103,9 +107,14 @@ class PromptComputer:
         async def compute_here(chunk: PrefillChunk) -> float:
             return (await self._forward(entry, chunk)).slowest_s
 
-        transfer_id = entry.job.transfer_id if entry.job.decode is not None else None
+        prompt = StagedPrompt(
+            job_id=entry.job.job_id,
+            transfer_id=entry.job.transfer_id if entry.job.decode is not None else None,
+            n_tokens=entry.prompt_tokens,
+            keys=entry.job.keys,
+        )
         timeout_s = max(0.0, entry.queued_s + entry.job.deadline_s - monotonic()) + _GRACE_S
-        return await self._pipeline.start(number, work, transfer_id, compute_here, timeout_s=timeout_s)
+        return await self._pipeline.start(number, work, prompt, compute_here, timeout_s=timeout_s)
 
     async def _forward(self, entry: QueuedJob, work: PrefillChunk) -> Passed:
         """One chunk on the engine thread."""
@@ -151,8 +160,10 @@ class PromptComputer:
 
     async def _abandon(self, entry: QueuedJob, passing: list["asyncio.Future[Passed]"]) -> None:
         """End the chunks of a failed job wherever they are; none writes into its blocks when this returns."""
-        if self._pipeline is not None and passing:
-            self._pipeline.drop(entry.job.job_id)
+        if self._pipeline is None:
+            return
+        self._pipeline.drop(entry.job.job_id)
+        if passing:
             await asyncio.wait(passing)
             for future in passing:
                 future.exception()  # known already, or a consequence

@@ -7,7 +7,7 @@ the stages anew, whoever they are by then.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import structlog
@@ -19,8 +19,8 @@ from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_mesh.policy.chunking import longest_chunk
 from mooncake_mesh.prefill.activations import Outlet, SlotMemory
-from mooncake_mesh.prefill.stage_core import Flight
-from mooncake_proto.ids import Incarnation, JobId, TransferId, new_incarnation
+from mooncake_mesh.prefill.stage_core import Flight, StagedPrompt
+from mooncake_proto.ids import Incarnation, JobId, new_incarnation
 from mooncake_proto.pipeline import DropJob, JoinPipeline, StageChunk, StageChunkDone, StageDoor, StageJoined
 
 log = structlog.get_logger(__name__)
@@ -42,12 +42,13 @@ class Passed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Joined:
-    """One pipeline, from its joining to its loss."""
+    """One pipeline, from its joining to its loss. ``begun`` are the prompts of which it has had a chunk."""
 
     pipeline: Incarnation
     flight: Flight
     outlet: Outlet
     stages: tuple[StageJoined, ...]
+    begun: set[JobId] = field(default_factory=set)
 
 
 class Pipeline:
@@ -175,12 +176,12 @@ class Pipeline:
         self,
         number: int,
         chunk: PrefillChunk,
-        transfer_id: TransferId | None,
+        prompt: StagedPrompt,
         forward: Callable[[PrefillChunk], Awaitable[float]],
         *,
         timeout_s: float,
     ) -> "asyncio.Future[Passed]":
-        """Announce *chunk* to the stages, compute it here by *forward* (returns its seconds), send it on.
+        """Announce *chunk* of *prompt* to the stages, compute it here by *forward* (returns its seconds), send it on.
 
         Returns when the head's part is computed; the future ends when the last stage is done, or raises MooncakeError.
         What *forward* raises passes through, after the stages were told to drop the job.
@@ -194,7 +195,12 @@ class Pipeline:
             computed_s=loop.create_future(),
             passed=loop.create_future(),
         )
-        requests = [_told(joined.pipeline, way, chunk, transfer_id, stage) for stage in joined.stages]
+        is_first = prompt.job_id not in joined.begun
+        joined.begun.add(prompt.job_id)
+        told = _told(joined.pipeline, number, chunk, prompt)
+        if is_first or chunk.sample is not None:
+            told = replace(told, keys=prompt.keys)
+        requests = [_with_sampling(told, chunk, stage) for stage in joined.stages]
         task = self._tasks.create_task(self._follow(joined, way, requests, timeout_s))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
@@ -202,7 +208,7 @@ class Pipeline:
         try:
             elapsed_s = await forward(replace(chunk, sample=None, hidden_out=hidden_out))
         except BaseException:
-            self.drop(JobId(chunk.sequence))
+            self.drop(prompt.job_id)
             way.computed_s.set_result(None)
             way.passed.add_done_callback(_heard)
             raise
@@ -218,6 +224,11 @@ class Pipeline:
                 client.post(DropJob(pipeline=self._joined.pipeline, job_id=job_id))
             except PeerUnreachable as error:
                 log.info("drop_undeliverable", code=error.code)
+
+    def end(self, job_id: JobId) -> None:
+        """No chunk of this job will come any more."""
+        if self._joined is not None:
+            self._joined.begun.discard(job_id)
 
     def _now(self) -> _Joined:
         if self._joined is None:
@@ -260,19 +271,22 @@ class _Way:
     passed: "asyncio.Future[Passed]"
 
 
-def _told(
-    pipeline: Incarnation, way: _Way, chunk: PrefillChunk, transfer_id: TransferId | None, stage: StageJoined
-) -> StageChunk:
-    """What *stage* is told of a chunk; the last one also how to draw from it."""
-    told = StageChunk(
+def _told(pipeline: Incarnation, number: int, chunk: PrefillChunk, prompt: StagedPrompt) -> StageChunk:
+    """What every stage is told of a chunk."""
+    return StageChunk(
         pipeline=pipeline,
-        number=way.number,
-        job_id=JobId(chunk.sequence),
-        transfer_id=transfer_id,
+        number=number,
+        job_id=prompt.job_id,
+        transfer_id=prompt.transfer_id,
         start=chunk.start,
         n_tokens=len(chunk.tokens),
         blocks=tuple(chunk.blocks),
+        prompt_tokens=prompt.n_tokens,
     )
+
+
+def _with_sampling(told: StageChunk, chunk: PrefillChunk, stage: StageJoined) -> StageChunk:
+    """The last stage is told as well how to draw from the last chunk."""
     sample = chunk.sample
     if sample is None or stage.end_layer < stage.layers:
         return told

@@ -15,6 +15,7 @@ writing. Chunks are computed in order; while one is sent on and reported, the ne
 """
 
 import asyncio
+from collections.abc import Sequence
 from time import monotonic
 from typing import Final
 
@@ -24,14 +25,16 @@ import structlog
 from mooncake_mesh.config import PrefillConfig
 from mooncake_mesh.engine.api import Engine, PrefillChunk, SampleRequest, TokenFilter
 from mooncake_mesh.errors import Aborted, Draining, InternalError, InvalidRequest, MooncakeError, PeerUnreachable
+from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.rpc import Caller, Handler
 from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.prefill.activations import Door, Outlet, SlotMemory
 from mooncake_mesh.prefill.announcing import Forwarded, LayerNews, StopRequested, forward
-from mooncake_mesh.prefill.stage_core import StageCore, StageWork
+from mooncake_mesh.prefill.stage_core import StageCore, StageWork, ends_prompt, prefix_keys
 from mooncake_mesh.worker.station import Station
 from mooncake_proto.control import Load, Ok, Role
+from mooncake_proto.ids import BlockKey, JobId
 from mooncake_proto.pipeline import DropJob, JoinPipeline, StageChunk, StageChunkDone, StageJoined
 from mooncake_proto.transfer import CloseWrite, OpenWrite
 
@@ -166,6 +169,7 @@ class StageService:
     def _drop(self, request: DropJob, _: Caller) -> None:
         self._core.drop(request.job_id, Aborted("the job was dropped"))
         self._changed.ring()
+        self._retire(request.job_id, ())
 
     async def _compute_chunks(self) -> None:
         while True:
@@ -193,6 +197,8 @@ class StageService:
         )
         await self._station.messenger.call(opening, Ok, timeout_s=_CALL_TIMEOUT_S)
         forwarded = await self._forward(work)
+        if ends_prompt(work.chunk):
+            self._retire(work.chunk.job_id, list(split_keys(work.chunk.keys)))
         compute_s, drawn = forwarded.compute_s, forwarded.drawn
         self._compute_s = _MEMORY * self._compute_s + (1 - _MEMORY) * compute_s if self._compute_s else compute_s
         log.debug(
@@ -201,6 +207,7 @@ class StageService:
             number=work.chunk.number,
             start=work.chunk.start,
             n_tokens=work.chunk.n_tokens,
+            known_blocks=len(prefix_keys(work.chunk, self._engine.spec.layout.block_tokens)),
             began_s=forwarded.began_s,
             compute_s=compute_s,
             cpu_s=forwarded.cpu_s,
@@ -255,9 +262,16 @@ class StageService:
             start=chunk.start,
             blocks=chunk.blocks,
             sample=sample,
+            keys=prefix_keys(chunk, self._engine.spec.layout.block_tokens),
             hidden_in=self._inside.view(number, hidden_bytes),
             hidden_out=None if self._outlet is None else self._outside.view(number, hidden_bytes),
         )
+
+    def _retire(self, job_id: JobId, keys: Sequence[BlockKey]) -> None:
+        """No chunk of this job is computed here any more; nobody waits for the engine to hear of it."""
+        log.debug("sequence_retired", job_id=job_id, blocks=len(keys))
+        work = self._station.on_engine_thread(self._engine.retire, job_id, keys)
+        work.add_done_callback(lambda done: done.result())
 
     def _news(self, work: StageWork) -> LayerNews:
         first_block, n_blocks = self._blocks(work.chunk)
@@ -310,6 +324,7 @@ class StageService:
 
     def _end(self, work: StageWork, answer: "asyncio.Future[StageChunkDone]", why: MooncakeError) -> None:
         work.stop = work.stop or why
+        self._retire(work.chunk.job_id, ())
         self._core.done(work)
         self._changed.ring()
         if not answer.done():

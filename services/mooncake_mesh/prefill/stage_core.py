@@ -8,7 +8,8 @@ only when every stage is done with chunk ``n - slots``.
 from dataclasses import dataclass
 
 from mooncake_mesh.errors import InvalidRequest, MooncakeError, PeerUnreachable
-from mooncake_proto.ids import Incarnation, JobId
+from mooncake_mesh.kv.block_hash import split_keys
+from mooncake_proto.ids import BlockKey, Incarnation, JobId, TransferId
 from mooncake_proto.pipeline import StageChunk
 
 
@@ -18,6 +19,26 @@ class StageWork:
 
     chunk: StageChunk
     stop: MooncakeError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedPrompt:
+    """What a head tells the stages of a whole prompt. ``keys`` are those of its whole blocks, packed."""
+
+    job_id: JobId
+    transfer_id: TransferId | None
+    n_tokens: int
+    keys: bytes
+
+
+def ends_prompt(chunk: StageChunk) -> bool:
+    """Whether it is the last one of its prompt."""
+    return chunk.start + chunk.n_tokens == chunk.prompt_tokens
+
+
+def prefix_keys(chunk: StageChunk, block_tokens: int) -> list[BlockKey]:
+    """Keys of the whole blocks before *chunk*, as far as it says."""
+    return list(split_keys(chunk.keys))[: chunk.start // block_tokens]
 
 
 class StageCore:
