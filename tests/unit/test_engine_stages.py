@@ -149,6 +149,23 @@ def test_a_prefix_that_was_cached_is_read_by_every_stage(make: Make) -> None:
     assert drawn.token == token
 
 
+def test_a_stage_needs_no_more_than_its_own_layers(make: Make) -> None:
+    """Each has memory of its own, with nothing in what are others' layers, before and after."""
+    token, arena, _ = run([make(None)], [0, 45])
+    hidden = None
+    for engine in stages_of(make, (3, 4)):
+        own = slice(engine.spec.layers.first, engine.spec.layers.end)
+        pages = np.zeros_like(arena).reshape(12, LAYERS, -1)
+        pages[:, own] = arena.reshape(12, LAYERS, -1)[:, own]
+        engine.bind(pages.reshape(-1).data)
+        out = memoryview(bytearray(21 * engine.spec.hidden_bytes))
+        drawn, hidden = engine.prefill(chunk(engine, 24, 45, hidden, out), lambda _: None), out
+        pages[:, own] = 0
+        assert not pages.any()
+    assert drawn is not None
+    assert drawn.token == token
+
+
 def test_a_stage_has_the_prefix_of_a_sequence_that_is_over(tmp_path: Path) -> None:
     """Nothing is left of it in the arena, and the token is the same."""
     torch.manual_seed(11)

@@ -34,7 +34,6 @@ from mooncake_mesh.engine.fake_recipe import (
     FakeOutput,
     FakeTiming,
     Words,
-    digest_of,
     draw,
     expected_tokens,
 )
@@ -62,7 +61,7 @@ _WORD_BYTES: Final = 8
 
 @dataclass(slots=True)
 class _Seen:
-    """Sum of the digests of the first ``tokens`` positions of a sequence, modulo 2**64."""
+    """Sum of the digests of the first ``tokens`` positions of a sequence, of the engine's layers, modulo 2**64."""
 
     tokens: int = 0
     total: int = 0
@@ -71,8 +70,9 @@ class _Seen:
 class FakeEngine:
     """Engine of :mod:`mooncake_mesh.engine.api` that needs no model. ``sleep`` pretends the device's work.
 
-    A stage with *layers* passes on, for each token, its seed and the sum of what its cells in the layers so far say:
-    activations that were lost, damaged or mixed up change the output as well.
+    A stage with *layers* passes on, for each token, its seed and the sum of what its cells in the layers so far say,
+    for the first one also of what those of all positions before it say: activations that were lost or damaged change
+    the output as well. Each stage reads the cells of its own layers only.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class FakeEngine:
     def prefill(self, chunk: PrefillChunk, on_layer: Callable[[int], None]) -> Drawn | None:
         began_s = time.perf_counter()
         pages, own = self._bound(), self._layers
-        seeds, rows = self._seeds(chunk)
+        seeds, sums = self._seeds(chunk)
         positions = np.arange(chunk.start, chunk.start + len(seeds))
         busy_s = self._busy_s(len(seeds))
         blocks, offsets = self._places(chunk.blocks, positions)
@@ -132,12 +132,17 @@ class FakeEngine:
             pages[blocks, layer, :, offsets] = cells[:, index]
             on_layer(layer)
         if own.count < own.total:
-            rows = rows + self._own_cells.rows(pages[blocks, own.first : own.end, :, offsets])
-            self._pass_on(chunk, seeds, rows, positions)
+            sums = sums + self._own_cells.digest(pages[blocks, own.first : own.end, :, offsets], positions)
+            sums[:1] += np.uint64(self._total(chunk.sequence, chunk.blocks, chunk.start))
+        if not own.has_head:
+            hidden = _hidden(chunk.hidden_out)
+            hidden[:, 0], hidden[:, 1] = seeds, sums
         if chunk.sample is None or not own.has_head:
             return None
         end = chunk.start + len(seeds)
-        return self._draw(chunk.sample, end, self._total(chunk.sequence, chunk.blocks, end))
+        is_whole = own.count == own.total
+        total = self._total(chunk.sequence, chunk.blocks, end) if is_whole else int(sums.sum(dtype=np.uint64))
+        return self._draw(chunk.sample, end, total)
 
     def preload(self, sequence: str, blocks: Sequence[int], n_tokens: int, keys: Sequence[BlockKey]) -> "Future[None]":
         """There is no device to copy to."""
@@ -154,22 +159,12 @@ class FakeEngine:
         return whole_s * self._layers.count / self._layers.total
 
     def _seeds(self, chunk: PrefillChunk) -> tuple[Words, Words]:
-        """Seed of each token, and the sum of its rows in the stages before."""
+        """Seed of each token, and the sums that the stages before have passed on."""
         if self._layers.has_embedding:
             positions = np.arange(chunk.start, chunk.start + len(chunk.tokens))
             return self._cells.seeds(chunk.tokens, positions), np.zeros(len(positions), np.uint64)
         hidden = _hidden(chunk.hidden_in)
         return hidden[:, 0], hidden[:, 1]
-
-    def _pass_on(self, chunk: PrefillChunk, seeds: Words, rows: Words, positions: npt.NDArray[np.int64]) -> None:
-        """To the next stage; in the last one, to what is drawn from."""
-        if not self._layers.has_head:
-            hidden = _hidden(chunk.hidden_out)
-            hidden[:, 0], hidden[:, 1] = seeds, rows
-            return
-        before = self._total(chunk.sequence, chunk.blocks, chunk.start)
-        added = int(digest_of(rows, positions).sum(dtype=np.uint64))
-        self._remember(chunk.sequence, _Seen(chunk.start + len(positions), (before + added) & WORD_MASK))
 
     def decode(self, batch: Sequence[DecodeSlot]) -> list[Drawn]:
         if not batch:
@@ -210,8 +205,8 @@ class FakeEngine:
         if seen.tokens < end:
             positions = np.arange(seen.tokens, end)
             block_ids, offsets = self._places(blocks, positions)
-            cells = self._bound()[block_ids, :, :, offsets]
-            added = int(self._cells.digest(cells, positions).sum(dtype=np.uint64))
+            cells = self._bound()[block_ids, self._layers.first : self._layers.end, :, offsets]
+            added = int(self._own_cells.digest(cells, positions).sum(dtype=np.uint64))
             seen = _Seen(end, (seen.total + added) & WORD_MASK)
         self._remember(sequence, seen)
         return seen.total

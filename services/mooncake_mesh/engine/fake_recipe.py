@@ -92,7 +92,7 @@ class CellRecipe:
     """What a position writes into its cells, and what the cells of a position add to its sequence's sum.
 
     Both go by *seeds*, one word for each position, made of its token; a stage of a pipeline gets them from the one
-    before. ``layers`` restricts both to some layers: the rows of all stages add up to those of the whole model.
+    before. ``layers`` restricts both to some layers: what all stages add to a sum is what the whole model adds.
     """
 
     def __init__(self, config: FakeConfig, layers: LayerRange | None = None) -> None:
@@ -109,18 +109,12 @@ class CellRecipe:
         """Cells (positions, layers, K or V, words)."""
         return _mix(seeds[:, None, None, None] ^ self._salts)
 
-    def rows(self, cells: Words) -> Words:
-        """One word for each position; depends on every bit of its cells and on where each cell lies."""
-        return _mix(cells + self._salts).sum(axis=(1, 2, 3), dtype=np.uint64)
-
     def digest(self, cells: Words, positions: npt.NDArray[np.int64]) -> Words:
-        """What positions add to the sum, from the cells of all layers."""
-        return digest_of(self.rows(cells), positions)
-
-
-def digest_of(rows: Words, positions: npt.NDArray[np.int64]) -> Words:
-    """What positions add to their sequence's sum, from their rows over all layers."""
-    return _mix(rows + positions.astype(np.uint64) * np.uint64(_GOLDEN))
+        """What each position adds to the sum; depends on every bit of its cells and on where each cell lies."""
+        rows: Words = _mix(cells + self._salts).sum(axis=(2, 3), dtype=np.uint64)  # (positions, layers)
+        places = positions.astype(np.uint64)[:, None] * np.uint64(_GOLDEN)
+        digests: Words = _mix(rows + places).sum(axis=1, dtype=np.uint64)
+        return digests
 
 
 def expected_tokens(
