@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 from mooncake_proto.codec import message
 from mooncake_proto.ids import Incarnation, InstanceId, JobId, TransferId
 from mooncake_proto.serving import Sampling, TokenLogprob
-from mooncake_proto.shapes import HexSecret, Natural, PackedKeys, PackedTokens, Positive
+from mooncake_proto.shapes import HexSecret, HexSha256, Natural, PackedKeys, PackedTokens, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDoor:
-    """Where a stage takes activations. ``shm_path`` is for processes of the same host (``host_id``).
+    """Where a process takes what another sends it. ``shm_path`` is for processes of the same host (``host_id``).
 
-    Over tcp ``link_secret`` proves that the sender may connect.
+    Over tcp ``link_secret`` proves that the sender may connect; with ``tls_fingerprint``, that of the receiver's
+    certificate, the connection is encrypted.
     """
 
     host_id: str
@@ -32,6 +33,7 @@ class StageDoor:
     tcp_port: Natural
     token: str
     link_secret: HexSecret = field(repr=False)
+    tls_fingerprint: HexSha256 = ""
 
 
 @message("pipeline.join")

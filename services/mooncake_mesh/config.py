@@ -26,6 +26,7 @@ from mooncake_mesh.config_checks import (
     listening,
     one_role,
     quotas,
+    reachable,
     whole_blocks,
     words,
 )
@@ -276,6 +277,8 @@ class PrefillConfig:
         whole_blocks(self.chunk_tokens, self.block_tokens)
         in_chunks(self.chunk_tokens, self.pipeline.stages)
         one_role(self.switchable, self.pipeline.stages)
+        if self.pipeline.stages > 1:
+            reachable(self, "pipeline.data_host", self.pipeline.data_host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

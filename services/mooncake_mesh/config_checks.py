@@ -105,6 +105,11 @@ def listening(config: object, *, host: str, port: str) -> None:
     _protected(config, host, getattr(config, host))
 
 
+def reachable(config: object, name: str, host: str) -> None:
+    """*host* is where a TCP server of *config* listens."""
+    _protected(config, name, host)
+
+
 def exposed(config: object) -> list[str]:
     """The addresses that *config* binds although other machines reach them, with the fields' names."""
     found = []
@@ -117,6 +122,9 @@ def exposed(config: object) -> list[str]:
         host = getattr(config, name, None)
         if host is not None and not is_loopback(host):
             found.append(f"{name}={host}")
+    pipeline = getattr(config, "pipeline", None)
+    if pipeline is not None and pipeline.stages > 1 and not is_loopback(pipeline.data_host):
+        found.append(f"pipeline.data_host={pipeline.data_host}")
     return found
 
 

@@ -1,7 +1,7 @@
 """Settings of a prefill instance of several stages: which stage a process is, and where the others are.
 
 Stage 0 is the instance's head: it has the queue, the sockets to gateways and decode workers, and the first layers. The
-further stages are processes of the same command with ``stage`` above 0, on the same node: all of them write its arena.
+further stages are processes of the same command with ``stage`` above 0.
 """
 
 from dataclasses import dataclass, field
@@ -21,9 +21,10 @@ class PipelineConfig:
     stages: Annotated[int, "stages of the instance, each a process with some of the layers"] = 1
     split: Annotated[str, "layers of each stage, such as 16,14; evenly otherwise"] = ""
     endpoints: Annotated[str, "of the head: endpoints of the stages 1, 2 …, with commas between"] = ""
-    run_dir: Annotated[Path, "of a further stage: folder for the socket that takes activations"] = field(
-        default_factory=default_run_dir
-    )
+    run_dir: Annotated[Path, "folder for the sockets of stages on one machine"] = field(default_factory=default_run_dir)
+    data_host: Annotated[str, "address where stages on other machines reach this one's data"] = "127.0.0.1"
+    advertise_host: Annotated[str, "what others take for data_host, where that is another (NAT, containers)"] = ""
+    tcp_tls: Annotated[bool, "encrypt what goes between machines (TLS 1.3), at all stages; needs the extra tls"] = False
 
     def __post_init__(self) -> None:
         at_least(self, 0, "stage")

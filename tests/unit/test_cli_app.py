@@ -12,7 +12,8 @@ import structlog
 from mooncake_mesh import telemetry
 from mooncake_mesh.cli import roles, up
 from mooncake_mesh.cli.app import main
-from mooncake_mesh.config import SECTIONS, GatewayConfig, MessengerConfig, PrefillConfig, UpConfig
+from mooncake_mesh.config import SECTIONS, EngineKind, GatewayConfig, MessengerConfig, PrefillConfig, UpConfig
+from mooncake_mesh.config_pipeline import PipelineConfig
 from mooncake_mesh.errors import ConfigError, PeerUnreachable, UnsupportedModel
 from mooncake_mesh.mesh import key_folder, runtime
 
@@ -123,8 +124,12 @@ def test_a_bind_without_keys_or_in_clear_is_warned_of_loudly(tmp_path: Path, mon
         tls = MessengerConfig(data_host="0.0.0.0", bind="tcp://0.0.0.0:1", keys=keys, tcp_tls=True)
         assert roles.run("messenger", tls) == 0
         assert roles.run("gateway", GatewayConfig(host="0.0.0.0", keys=keys)) == 0
-    assert [line["event"] for line in logs] == ["insecure_bind", "not_encrypted", "not_encrypted"]
-    assert [line["addresses"] for line in logs[1:]] == [["data_host=0.0.0.0"], ["host=0.0.0.0"]]
+        for tcp_tls in (False, True):
+            stage = PipelineConfig(stages=2, stage=1, data_host="10.0.0.5", tcp_tls=tcp_tls)
+            assert roles.run("prefill", PrefillConfig(pipeline=stage, engine=EngineKind.FAKE, keys=keys)) == 0
+    assert [line["event"] for line in logs] == ["insecure_bind", *["not_encrypted"] * 3]
+    in_clear = [["data_host=0.0.0.0"], ["host=0.0.0.0"], ["pipeline.data_host=10.0.0.5"]]
+    assert [line["addresses"] for line in logs[1:]] == in_clear
     assert "messenger.tcp_tls" in logs[1]["remedy"]
     line = logs[0]
     assert (line["log_level"], line["addresses"]) == ("warning", ["host=0.0.0.0"])

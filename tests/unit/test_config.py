@@ -17,6 +17,7 @@ from mooncake_mesh.config import (
     UpConfig,
 )
 from mooncake_mesh.config_checks import exposed
+from mooncake_mesh.config_pipeline import PipelineConfig
 
 
 @pytest.mark.parametrize("cls", SECTIONS.values())
@@ -112,6 +113,10 @@ def test_exposed_addresses_are_named() -> None:
     assert exposed(gateway) == ["stream_bind=tcp://10.0.0.5:1", "host=0.0.0.0"]
     assert exposed(MessengerConfig(data_host="::", allow_insecure_bind=True)) == ["data_host=::"]
     assert exposed(ConductorConfig()) == []
+    pipeline = PipelineConfig(stages=2, endpoints="tcp://10.0.0.6:1", data_host="10.0.0.5")
+    assert exposed(PrefillConfig(pipeline=pipeline, allow_insecure_bind=True)) == ["pipeline.data_host=10.0.0.5"]
+    with pytest.raises(ValueError, match=r"pipeline\.data_host"):
+        PrefillConfig(pipeline=pipeline)
 
 
 @pytest.mark.parametrize(

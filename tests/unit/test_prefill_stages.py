@@ -4,11 +4,16 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mooncake_mesh.errors import Aborted, InvalidRequest, PeerUnreachable, TransferError
-from mooncake_mesh.prefill.activations import Door, Outlet, SlotMemory
+from mooncake_mesh.config_pipeline import PipelineConfig
+from mooncake_mesh.errors import Aborted, InvalidRequest, MeshError, PeerUnreachable, TransferError
+from mooncake_mesh.messenger.identity import identity_for
+from mooncake_mesh.messenger.transports.tls import Identity
+from mooncake_mesh.prefill.activations import Outlet, SlotMemory, open_door
+from mooncake_mesh.prefill.doors import Reach
 from mooncake_mesh.prefill.stage_core import Flight, StageCore, StageWork, ends_prompt, prefix_keys
 from mooncake_proto.ids import Incarnation, JobId
 from mooncake_proto.pipeline import StageChunk, StageDoor
@@ -124,13 +129,14 @@ def test_a_slot_is_used_again_when_the_chunk_before_is_over() -> None:
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "tcp+tls"])
 def test_activations_come_through_the_door(tmp_path: Path, transport: str) -> None:
     async def run() -> None:
         arrived: list[tuple[int, int]] = []
         inside, outside = SlotMemory(2, 100_000), SlotMemory(2, 100_000)
-        door = Door(tmp_path / "door", memory=inside, on_arrived=lambda *which: arrived.append(which))
-        outlet = Outlet(_elsewhere(door.address) if transport == "tcp" else door.address, outside)
+        reach = _reach(tmp_path, identity_for("test") if transport == "tcp+tls" else None)
+        door = open_door(reach, "door", inside, lambda *which: arrived.append(which))
+        outlet = Outlet(door.address if transport == "shm" else _elsewhere(door.address), outside, reach)
         assert outlet.transport == transport
         for number, fill in ((6, b"a"), (7, b"b"), (8, b"c")):
             size = 90_000 + number
@@ -148,9 +154,13 @@ def test_a_door_takes_nothing_for_another_pipeline(tmp_path: Path) -> None:
     async def run() -> None:
         arrived: list[int] = []
         memory = SlotMemory(2, 4096)
-        door = Door(tmp_path / "door", memory=memory, on_arrived=lambda n, _: arrived.append(n))
+        reach = _reach(tmp_path)
+        door = open_door(reach, "door", memory, lambda n, _: arrived.append(n))
         wrong = _changed(door.address, token="00" * 16)
-        outlets: Sequence[Outlet] = (Outlet(wrong, SlotMemory(2, 4096)), Outlet(door.address, SlotMemory(2, 8192)))
+        outlets: Sequence[Outlet] = (
+            Outlet(wrong, SlotMemory(2, 4096), reach),
+            Outlet(door.address, SlotMemory(2, 8192), reach),
+        )
         for outlet, size in zip(outlets, (4096, 8192), strict=True):  # the second sends more than a slot takes
             with pytest.raises(TransferError):
                 await outlet.send(0, size)
@@ -161,12 +171,33 @@ def test_a_door_takes_nothing_for_another_pipeline(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_nothing_goes_in_clear_where_it_is_to_be_encrypted(tmp_path: Path) -> None:
+    async def run() -> None:
+        door = open_door(_reach(tmp_path), "door", SlotMemory(2, 4096), lambda *_: None)
+        with pytest.raises(MeshError, match="tcp_tls"):
+            Outlet(_elsewhere(door.address), SlotMemory(2, 4096), _reach(tmp_path, identity_for("test")))
+        await door.close()
+
+    asyncio.run(run())
+
+
+def test_others_are_told_the_address_that_is_advertised(tmp_path: Path) -> None:
+    async def run() -> None:
+        config = PipelineConfig(run_dir=tmp_path, data_host="127.0.0.1", advertise_host="stage-1.example")
+        door = open_door(Reach.of(config), "door", SlotMemory(2, 4096), lambda *_: None)
+        assert door.address.tcp_host == "stage-1.example"
+        await door.close()
+
+    asyncio.run(run())
+
+
+def _reach(folder: Path, identity: Identity | None = None) -> Reach:
+    return Reach(run_dir=folder, listen="127.0.0.1", host="127.0.0.1", identity=identity)
+
+
 def _elsewhere(door: StageDoor) -> StageDoor:
     return _changed(door, host_id="another machine")
 
 
-def _changed(door: StageDoor, **other: str) -> StageDoor:
-    fields = {
-        name: getattr(door, name) for name in ("host_id", "shm_path", "tcp_host", "tcp_port", "token", "link_secret")
-    }
-    return StageDoor(**{**fields, **other})
+def _changed(door: StageDoor, **other: Any) -> StageDoor:
+    return replace(door, **other)

@@ -33,7 +33,7 @@ Service = Callable[["runtime.Lifecycle"], Awaitable[None]]
 
 log = structlog.get_logger(__name__)
 
-_IN_CLEAR: Final = ("host=", "data_host=")
+_IN_CLEAR: Final = ("host=", "data_host=", "pipeline.data_host=")
 """Addresses whose keys prove who speaks and hide nothing: HTTP, and the data of transports without tcp_tls."""
 
 
@@ -78,8 +78,7 @@ def _run(role: str, config: ServiceConfig, load_service: Callable[[], Service]) 
 def _warn(config: ServiceConfig) -> None:
     """Say what is open to others, or in clear, although other machines reach it."""
     addresses = exposed(config)
-    hidden = ("data_host=",) if isinstance(config, MessengerConfig) and config.tcp_tls else ()
-    in_clear = [each for each in addresses if each.startswith(_IN_CLEAR) and not each.startswith(hidden)]
+    in_clear = [each for each in addresses if each.startswith(_IN_CLEAR) and not each.startswith(_hidden(config))]
     if addresses and config.keys is None:
         log.warning(
             "insecure_bind",
@@ -92,8 +91,16 @@ def _warn(config: ServiceConfig) -> None:
             "not_encrypted",
             addresses=in_clear,
             danger="who can read this network can read what goes over these",
-            remedy="a TLS proxy before HTTP; messenger.tcp_tls, a private network, WireGuard or IPsec for KVCache",
+            remedy="a TLS proxy before HTTP; for KVCache messenger.tcp_tls and prefill.pipeline.tcp_tls, a private "
+            "network, WireGuard or IPsec",
         )
+
+
+def _hidden(config: ServiceConfig) -> tuple[str, ...]:
+    """Addresses of data that is encrypted."""
+    if isinstance(config, MessengerConfig) and config.tcp_tls:
+        return ("data_host=",)
+    return ("pipeline.data_host=",) if isinstance(config, PrefillConfig) and config.pipeline.tcp_tls else ()
 
 
 def _failed(role: str, error: Exception) -> int:

@@ -1,34 +1,21 @@
-"""Activations on their way from one stage to the next, over the transports that KV takes.
+"""Activations on their way from one stage to the next, through a door (see doors.py).
 
-The receiving stage has a *door*: memory of some slots, with a listener for shared memory and one for TCP before it.
-The sending stage has an *outlet*: memory of as many slots, and a path to the next stage's door. Chunk *n* uses slot
-``n % slots`` at both ends. Nothing here decides when a slot is free: the head sends chunk *n* when every stage is done
-with chunk ``n - slots``.
+The receiving stage has memory of some slots, the sending one memory of as many: chunk *n* uses slot ``n % slots`` at
+both ends. Nothing here decides when a slot is free: the head sends chunk *n* when every stage is done with chunk
+``n - slots``.
 """
 
-import secrets
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Final
 
 from mooncake_mesh.config import PagesKind
 from mooncake_mesh.errors import SliceLost, TransferError
 from mooncake_mesh.mesh.arena_memory import Arena
-from mooncake_mesh.mesh.host import host_id
 from mooncake_mesh.messenger.landing import Destination, SliceSpan
 from mooncake_mesh.messenger.sending import OutgoingSlice
-from mooncake_mesh.messenger.transports.api import Incoming, SealedSlice, checksum
-from mooncake_mesh.messenger.transports.link_auth import new_secret
-from mooncake_mesh.messenger.transports.paths import Connections, LinkPath
-from mooncake_mesh.messenger.transports.shm_link import ShmListener, shm_connections
-from mooncake_mesh.messenger.transports.tcp import tcp_connections
-from mooncake_mesh.messenger.transports.tcp_listener import TcpListener
+from mooncake_mesh.messenger.transports.api import Incoming
+from mooncake_mesh.prefill.doors import Door, Reach, Way
 from mooncake_proto.ids import BlockId
 from mooncake_proto.pipeline import StageDoor
-
-_TCP_LANES: Final = 1
-_LOOPBACK: Final = "127.0.0.1"
-"""Stages share a node, so a machine. Over TCP go activations of stages that do not see each other's folders."""
 
 
 class SlotMemory:
@@ -61,16 +48,13 @@ class SlotMemory:
 
 
 class _Slots:
-    """Landings (see transports/api.py) of a door: slice *n* goes to slot ``n % slots``."""
+    """Places of a door: slice *n* goes to slot ``n % slots``."""
 
-    def __init__(self, token: bytes, memory: SlotMemory, on_arrived: Callable[[int, int], None]) -> None:
-        self._token = token
+    def __init__(self, memory: SlotMemory, on_arrived: Callable[[int, int], None]) -> None:
         self._memory = memory
         self._on_arrived = on_arrived
 
-    def begin(self, token: bytes, incoming: Sequence[Incoming]) -> list[Destination]:
-        if not secrets.compare_digest(token, self._token):
-            raise SliceLost("these activations are for another pipeline")
+    def begin(self, incoming: Sequence[Incoming]) -> list[Destination]:
         if any(not 0 < item.size_bytes <= self._memory.slot_bytes for item in incoming):
             raise SliceLost(f"activations of a chunk have 1 to {self._memory.slot_bytes} bytes")
         return [
@@ -83,73 +67,40 @@ class _Slots:
             for item in incoming
         ]
 
-    def end(self, token: bytes, destinations: Sequence[Destination], error: TransferError | None) -> None:
+    def end(self, destinations: Sequence[Destination], error: TransferError | None) -> None:
         if error is None:  # else the sender hears of it, or sends again
             for place in destinations:
                 self._on_arrived(place.span.logical, place.size_bytes)
 
 
-class Door:
-    """Where a stage takes activations, into *memory*. Create on the loop.
+def open_door(reach: Reach, name: str, memory: SlotMemory, on_arrived: Callable[[int, int], None]) -> Door:
+    """Where a stage takes activations, into *memory*. Raises MeshError.
 
     *on_arrived(number, size_bytes)* is called on the loop for each chunk, and again for one that is sent again.
     """
-
-    def __init__(
-        self,
-        path: Path,
-        memory: SlotMemory,
-        on_arrived: Callable[[int, int], None],
-    ) -> None:
-        """Raises MeshError where it cannot listen."""
-        token = secrets.token_bytes(16)
-        landings = _Slots(token, memory, on_arrived)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.unlink(missing_ok=True)  # of a former life that was killed
-        self._shm = ShmListener(path, memory.arena.view, landings)
-        secret = new_secret()
-        self._tcp = TcpListener(_LOOPBACK, 0, memory.arena.view, landings, secret=secret)
-        self.address = StageDoor(
-            host_id=host_id(),
-            shm_path=str(path),
-            tcp_host=_LOOPBACK,
-            tcp_port=self._tcp.port,
-            token=token.hex(),
-            link_secret=secret.hex(),
-        )
-
-    async def close(self) -> None:
-        """Take nothing any more. Returns when nothing is written into the memory."""
-        await self._shm.close()
-        await self._tcp.close()
+    return Door(reach, name, memory.arena.view, _Slots(memory, on_arrived))
 
 
 class Outlet:
     """The way out of *memory* to the next stage's door. Create on the loop."""
 
-    def __init__(self, door: StageDoor, memory: SlotMemory) -> None:
+    def __init__(self, door: StageDoor, memory: SlotMemory, reach: Reach) -> None:
+        """Raises MeshError."""
         self._memory = memory
-        self._connections = _connections(door, memory)
-        self._path = LinkPath(self._connections, bytes.fromhex(door.token), memory.arena.view)
-        self.transport = self._connections.name
+        self._way = Way(door, memory.arena, reach)
+        self.transport = self._way.transport
 
     async def send(self, number: int, size_bytes: int) -> None:
         """Return when the activations are at the next stage, their checksum compared. Raises TransferError."""
+        self._memory.view(number, size_bytes)  # or it does not fit
         piece = OutgoingSlice(
             span=SliceSpan(logical=number, layer=0, n_layers=1),
             block=BlockId(number % self._memory.slots),
             offset=self._memory.offset(number),
             size_bytes=size_bytes,
         )
-        sealed = SealedSlice(piece=piece, checksum=checksum(self._memory.view(number, size_bytes)))
-        await self._path.send([sealed])
+        await self._way.send([piece])
 
     def close(self) -> None:
         """End what is under way."""
-        self._connections.close()
-
-
-def _connections(door: StageDoor, memory: SlotMemory) -> Connections:
-    if door.host_id == host_id() and Path(door.shm_path).is_socket():
-        return shm_connections(Path(door.shm_path), memory.arena.fd)
-    return tcp_connections(door.tcp_host, door.tcp_port, bytes.fromhex(door.link_secret), _TCP_LANES)
+        self._way.close()

@@ -19,6 +19,7 @@ from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_mesh.policy.chunking import longest_chunk
 from mooncake_mesh.prefill.activations import Outlet, SlotMemory
+from mooncake_mesh.prefill.doors import Reach
 from mooncake_mesh.prefill.stage_core import Flight, StagedPrompt
 from mooncake_proto.ids import Incarnation, JobId, new_incarnation
 from mooncake_proto.pipeline import DropJob, JoinPipeline, StageChunk, StageChunkDone, StageDoor, StageJoined
@@ -68,6 +69,7 @@ class Pipeline:
         self._tasks = tasks
         self._arena_owner = arena_owner
         self._on_lost = on_lost
+        self._reach = Reach.of(config.pipeline)
         self._stages = config.pipeline.stages
         self._slots = self._stages + _SPARE_SLOTS
         self._slot_tokens = longest_chunk(config.chunk_tokens)
@@ -140,7 +142,7 @@ class Pipeline:
         return _Joined(
             pipeline=pipeline,
             flight=Flight(self._slots),
-            outlet=Outlet(door, self._memory),
+            outlet=Outlet(door, self._memory, self._reach),
             stages=tuple(stages),
         )
 

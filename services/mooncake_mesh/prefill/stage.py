@@ -29,8 +29,9 @@ from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.rpc import Caller, Handler
 from mooncake_mesh.mesh.runtime import Lifecycle
-from mooncake_mesh.prefill.activations import Door, Outlet, SlotMemory
+from mooncake_mesh.prefill.activations import Outlet, SlotMemory, open_door
 from mooncake_mesh.prefill.announcing import Forwarded, LayerNews, StopRequested, forward
+from mooncake_mesh.prefill.doors import Door, Reach
 from mooncake_mesh.prefill.stage_core import StageCore, StageWork, ends_prompt, prefix_keys
 from mooncake_mesh.worker.station import Station
 from mooncake_proto.control import Load, Ok, Role
@@ -52,6 +53,7 @@ class StageService:
         self._config = config
         self._tasks = tasks
         self._core = StageCore()
+        self._reach = Reach.of(config.pipeline)
         self._station = Station(
             config,
             Role.STAGE,
@@ -133,14 +135,10 @@ class StageService:
             self._changed.ring()
 
         self._inside = self._inside.fitting(request.slots, slot_bytes)
-        self._door = Door(
-            config.pipeline.run_dir / f"{config.instance_id}.door",
-            memory=self._inside,
-            on_arrived=arrived,
-        )
+        self._door = open_door(self._reach, f"{config.instance_id}.door", self._inside, arrived)
         if request.next_door is not None:
             self._outside = self._outside.fitting(request.slots, slot_bytes)
-            self._outlet = Outlet(request.next_door, self._outside)
+            self._outlet = Outlet(request.next_door, self._outside, self._reach)
         return self._door
 
     async def _close_ways(self) -> None:
