@@ -11,7 +11,8 @@ from mooncake_mesh.engine.fake import FakeEngine
 from mooncake_mesh.kv.layers import LayerRange
 from mooncake_mesh.mesh.rpc import RpcClient
 from mooncake_mesh.prefill import announcing
-from mooncake_mesh.prefill.announcing import Forwarded, LayerNews, StopRequested, forward
+from mooncake_mesh.prefill.announcing import Forwarded, LayerNews, StopRequested, forward, to_messenger
+from mooncake_mesh.prefill.core import ChunkBlocks
 from mooncake_proto.ids import TransferId
 from mooncake_proto.transfer import SliceReady
 from tests.mesh.clients import FAKE
@@ -26,15 +27,11 @@ class Messenger:
 
 
 def news(messenger: Messenger, *, is_stopped: bool, n_layers: int = FAKE.layout.layers) -> LayerNews:
-    return LayerNews(
-        cast(RpcClient, messenger),
-        TransferId("t"),
-        layers=LayerRange.whole(n_layers),
-        first_block=0,
-        n_blocks=1,
-        is_stopped=lambda: is_stopped,
-        failed=lambda error: pytest.fail(str(error)),
+    blocks = ChunkBlocks(first_block=0, n_blocks=1)
+    announce = to_messenger(
+        cast(RpcClient, messenger), TransferId("t"), blocks, failed=lambda error: pytest.fail(str(error))
     )
+    return LayerNews(announce, layers=LayerRange.whole(n_layers), is_stopped=lambda: is_stopped)
 
 
 def engine(*, bound: bool) -> FakeEngine:

@@ -10,7 +10,7 @@ from mooncake_mesh.engine.api import Drawn, Engine, PrefillChunk
 from mooncake_mesh.errors import MooncakeError, PeerUnreachable
 from mooncake_mesh.kv.layers import LayerRange
 from mooncake_mesh.mesh.rpc import RpcClient
-from mooncake_mesh.prefill.core import LayerProgress
+from mooncake_mesh.prefill.core import ChunkBlocks, LayerProgress
 from mooncake_proto.ids import TransferId
 from mooncake_proto.transfer import SliceReady
 
@@ -44,30 +44,45 @@ def forward(engine: Engine, chunk: PrefillChunk, news: "LayerNews") -> Forwarded
     return Forwarded(drawn=drawn, began_s=began_s, compute_s=monotonic() - began_s, cpu_s=thread_time() - cpu_s)
 
 
-class LayerNews:
-    """The ``on_layer`` of one chunk's forward, of *layers*. Slices go to the messenger while later layers compute.
+Announce = Callable[[range], None]
+"""Hears on the loop, in order, of layers of one chunk that are written; perhaps of several at once."""
 
-    *is_stopped* is read on the engine thread, between layers; *failed* hears on the loop that the messenger is gone.
-    Without *transfer_id* nothing is announced.
+
+def to_messenger(
+    messenger: RpcClient, transfer_id: TransferId | None, blocks: ChunkBlocks, failed: Callable[[MooncakeError], None]
+) -> Announce | None:
+    """The node's messenger sends on what it hears of, while later layers compute. None where there is no transfer.
+
+    *failed* hears that the messenger is gone.
+    """
+    if transfer_id is None:
+        return None
+
+    def announce(layers: range) -> None:
+        ready = SliceReady(
+            transfer_id=transfer_id,
+            layer=layers.start,
+            n_layers=len(layers),
+            first_block=blocks.first_block,
+            n_blocks=blocks.n_blocks,
+        )
+        try:
+            messenger.post(ready)
+        except PeerUnreachable as error:
+            failed(error)
+
+    return announce
+
+
+class LayerNews:
+    """The ``on_layer`` of one chunk's forward, of *layers*, which are announced while later ones compute.
+
+    *is_stopped* is read on the engine thread, between layers.
     """
 
-    def __init__(
-        self,
-        messenger: RpcClient,
-        transfer_id: TransferId | None,
-        *,
-        layers: LayerRange,
-        first_block: int,
-        n_blocks: int,
-        is_stopped: Callable[[], bool],
-        failed: Callable[[MooncakeError], None],
-    ) -> None:
-        self._messenger = messenger
-        self._transfer_id = transfer_id
-        self._first_block = first_block
-        self._n_blocks = n_blocks
+    def __init__(self, announce: Announce | None, *, layers: LayerRange, is_stopped: Callable[[], bool]) -> None:
+        self._announce = announce
         self._is_stopped = is_stopped
-        self._failed = failed
         self._loop = asyncio.get_running_loop()
         self._progress = LayerProgress(layers.first)
         self._last_layer = layers.end - 1
@@ -81,8 +96,8 @@ class LayerNews:
     def __call__(self, layer: int) -> None:
         """Raises StopRequested."""
         self.check()
-        if self._transfer_id is not None and self._is_time(layer) and self._progress.wrote(layer):
-            self._loop.call_soon_threadsafe(self._announce)
+        if self._announce is not None and self._is_time(layer) and self._progress.wrote(layer):
+            self._loop.call_soon_threadsafe(self._tell)
 
     def _is_time(self, layer: int) -> bool:
         """Others may wait for the last layer, and none for those just before the next."""
@@ -92,20 +107,8 @@ class LayerNews:
         self._told_s = now_s
         return True
 
-    def _announce(self) -> None:
+    def _tell(self) -> None:
         """On the loop: all layers written so far, which is one of a real model and may be all of a fast one."""
         layers = self._progress.take()
-        if not layers or self._transfer_id is None:
-            return
-        try:
-            self._messenger.post(
-                SliceReady(
-                    transfer_id=self._transfer_id,
-                    layer=layers.start,
-                    n_layers=len(layers),
-                    first_block=self._first_block,
-                    n_blocks=self._n_blocks,
-                )
-            )
-        except PeerUnreachable as error:
-            self._failed(error)
+        if layers and self._announce is not None:
+            self._announce(layers)

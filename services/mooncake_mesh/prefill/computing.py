@@ -13,12 +13,12 @@ from mooncake_mesh.engine.api import Drawn, Engine, PrefillChunk, SampleRequest,
 from mooncake_mesh.errors import InternalError, MooncakeError
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.policy.stopping import banned_tokens
-from mooncake_mesh.prefill.announcing import LayerNews, StopRequested, forward
-from mooncake_mesh.prefill.core import Chunk, JobStage, PrefillCore, QueuedJob
+from mooncake_mesh.prefill.announcing import LayerNews, StopRequested, forward, to_messenger
+from mooncake_mesh.prefill.core import Chunk, ChunkBlocks, JobStage, PrefillCore, QueuedJob
 from mooncake_mesh.prefill.pipeline import Passed, Pipeline
 from mooncake_mesh.prefill.stage_core import StagedPrompt
 from mooncake_mesh.worker.station import Station
-from mooncake_proto.ids import BlockKey
+from mooncake_proto.ids import BlockKey, TransferId
 from mooncake_proto.transfer import Seal
 
 log = structlog.get_logger(__name__)
@@ -109,7 +109,7 @@ class PromptComputer:
 
         prompt = StagedPrompt(
             job_id=entry.job.job_id,
-            transfer_id=entry.job.transfer_id if entry.job.decode is not None else None,
+            transfer_id=_transfer_of(entry),
             n_tokens=entry.prompt_tokens,
             keys=entry.job.keys,
         )
@@ -118,19 +118,15 @@ class PromptComputer:
 
     async def _forward(self, entry: QueuedJob, work: PrefillChunk) -> Passed:
         """One chunk on the engine thread."""
-        first_block = work.start // self._layout.block_tokens
 
         def failed(error: MooncakeError) -> None:
             entry.stop = entry.stop or error
 
+        blocks = ChunkBlocks.of(work.start, len(work.tokens), self._layout)
         news = LayerNews(
-            self._station.messenger,
-            entry.job.transfer_id if entry.job.decode is not None else None,
+            to_messenger(self._station.messenger, _transfer_of(entry), blocks, failed),
             layers=self._engine.spec.layers,
-            first_block=first_block,
-            n_blocks=self._layout.blocks_for(work.start + len(work.tokens)) - first_block,
             is_stopped=lambda: entry.stop is not None,
-            failed=failed,
         )
         forwarded = await self._station.on_engine_thread(forward, self._engine, work, news)
         if work.sample is not None:
@@ -186,3 +182,8 @@ class PromptComputer:
             self._station.messenger.post(
                 Seal(job_id=entry.job.job_id, first_block=first, keys=b"".join(keys[first:last]))
             )
+
+
+def _transfer_of(entry: QueuedJob) -> TransferId | None:
+    """None where nothing is sent."""
+    return entry.job.transfer_id if entry.job.decode is not None else None

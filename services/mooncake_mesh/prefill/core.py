@@ -15,10 +15,11 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Self
 
 from mooncake_mesh.engine.api import TokenFilter
 from mooncake_mesh.errors import InvalidTransition, MooncakeError
+from mooncake_mesh.kv.layout import KvLayout
 from mooncake_mesh.policy.chunking import ChunkSample, fit_chunk_cost, longest_chunk, plan_chunks
 from mooncake_mesh.policy.fair_share import FairShares
 from mooncake_mesh.policy.queue_order import QueueRules, WaitingPrompt, insertion_index, is_late
@@ -68,6 +69,20 @@ class Chunk:
 
     start: int
     end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkBlocks:
+    """The blocks of one chunk: ``n_blocks`` of those of its prompt, from ``first_block`` on."""
+
+    first_block: int
+    n_blocks: int
+
+    @classmethod
+    def of(cls, start: int, n_tokens: int, layout: KvLayout) -> Self:
+        """Those of *n_tokens* positions from *start* on, which is the first one of a block."""
+        first_block = start // layout.block_tokens
+        return cls(first_block=first_block, n_blocks=layout.blocks_for(start + n_tokens) - first_block)
 
 
 class LayerProgress:

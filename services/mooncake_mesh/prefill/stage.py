@@ -33,15 +33,14 @@ from mooncake_mesh.prefill.activations import Outlet, SlotMemory, open_door
 from mooncake_mesh.prefill.announcing import Forwarded, LayerNews, StopRequested, forward
 from mooncake_mesh.prefill.doors import Door, Reach
 from mooncake_mesh.prefill.stage_core import StageCore, StageWork, ends_prompt, prefix_keys
+from mooncake_mesh.prefill.stage_kv import NodeKv, StageKv
 from mooncake_mesh.worker.station import Station
-from mooncake_proto.control import Load, Ok, Role
+from mooncake_proto.control import Load, Role
 from mooncake_proto.ids import BlockKey, JobId
 from mooncake_proto.pipeline import DropJob, JoinPipeline, StageChunk, StageChunkDone, StageJoined
-from mooncake_proto.transfer import CloseWrite, OpenWrite
 
 log = structlog.get_logger(__name__)
 
-_CALL_TIMEOUT_S: Final = 5.0
 _NO_TOKENS: Final = np.zeros(0, np.int32)
 _MEMORY: Final = 0.8
 
@@ -74,6 +73,7 @@ class StageService:
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serve until *lifecycle* says stop; then finish the chunks that are here."""
         self._engine: Engine = await self._station.load_engine(self._config.pipeline.part)
+        self._kv: StageKv = NodeKv(self._station.messenger, self._station.me, self._engine.spec.layout)
         handlers: dict[type, Handler] = {JoinPipeline: self._join, StageChunk: self._chunk, DropJob: self._drop}
         await self._station.run(self._engine, lifecycle, handlers, [self._compute_chunks()], self._idle)
         await self._close_ways()
@@ -185,15 +185,7 @@ class StageService:
         """Raises MooncakeError: the chunk was stopped, may not be written any more, or the engine failed."""
         if work.stop is not None:
             raise work.stop
-        first_block, n_blocks = self._blocks(work.chunk)
-        opening = OpenWrite(
-            job_id=work.chunk.job_id,
-            instance_id=self._station.me.instance_id,
-            incarnation=self._station.me.incarnation,
-            first_block=first_block,
-            n_blocks=n_blocks,
-        )
-        await self._station.messenger.call(opening, Ok, timeout_s=_CALL_TIMEOUT_S)
+        await self._kv.open(work)
         forwarded = await self._forward(work)
         if ends_prompt(work.chunk):
             self._retire(work.chunk.job_id, list(split_keys(work.chunk.keys)))
@@ -237,7 +229,7 @@ class StageService:
         except Exception as error:  # the failure of one job is reported, and the next chunk is computed
             log.error("engine_failed", job_id=work.chunk.job_id, exc_info=error)
             failure = InternalError(f"prefill failed: {type(error).__name__}")
-        await self._close_write(work)
+        await self._kv.close(work)
         raise failure.with_traceback(None)
 
     def _engine_chunk(self, work: StageWork, rule: TokenFilter | None) -> PrefillChunk:
@@ -272,32 +264,20 @@ class StageService:
         work.add_done_callback(lambda done: done.result())
 
     def _news(self, work: StageWork) -> LayerNews:
-        first_block, n_blocks = self._blocks(work.chunk)
-
-        def failed(error: MooncakeError) -> None:
-            work.stop = work.stop or error
-
         return LayerNews(
-            self._station.messenger,
-            work.chunk.transfer_id,
-            layers=self._engine.spec.layers,
-            first_block=first_block,
-            n_blocks=n_blocks,
-            is_stopped=lambda: work.stop is not None,
-            failed=failed,
+            self._kv.announce(work), layers=self._engine.spec.layers, is_stopped=lambda: work.stop is not None
         )
 
     async def _finish(self, work: StageWork, answer: "asyncio.Future[StageChunkDone]", done: StageChunkDone) -> None:
-        """Send on, close the write (and so make sure that all slices are announced), report."""
+        """Send on, close the chunk (and so make sure that all slices are announced), report."""
         failure: MooncakeError | None = None
         try:
             if self._outlet is not None:
                 await self._outlet.send(work.chunk.number, work.chunk.n_tokens * self._engine.spec.hidden_bytes)
         except MooncakeError as error:
             failure = error
-        if not await self._close_write(work):
-            failure = failure or PeerUnreachable("the node's messenger is gone")
-        failure = failure or work.stop  # a slice that could not be announced
+        unwritten = await self._kv.close(work)
+        failure = failure or unwritten or work.stop  # a slice that could not be announced
         if failure is not None:
             self._end(work, answer, failure)
             return
@@ -306,20 +286,6 @@ class StageService:
         if not answer.done():
             answer.set_result(done)
 
-    async def _close_write(self, work: StageWork) -> bool:
-        """Whether the messenger has heard of it; one that is gone has no blocks to keep either."""
-        closing = CloseWrite(
-            job_id=work.chunk.job_id,
-            incarnation=self._station.me.incarnation,
-            first_block=self._blocks(work.chunk)[0],
-        )
-        try:
-            await self._station.messenger.call(closing, Ok, timeout_s=_CALL_TIMEOUT_S)
-        except MooncakeError as error:
-            log.warning("close_write_failed", job_id=work.chunk.job_id, code=error.code)
-            return False
-        return True
-
     def _end(self, work: StageWork, answer: "asyncio.Future[StageChunkDone]", why: MooncakeError) -> None:
         work.stop = work.stop or why
         self._retire(work.chunk.job_id, ())
@@ -327,9 +293,3 @@ class StageService:
         self._changed.ring()
         if not answer.done():
             answer.set_exception(why)
-
-    def _blocks(self, chunk: StageChunk) -> tuple[int, int]:
-        """First block of a chunk, and how many it has."""
-        layout = self._engine.spec.layout
-        first = chunk.start // layout.block_tokens
-        return first, layout.blocks_for(chunk.start + chunk.n_tokens) - first
