@@ -146,6 +146,19 @@ def test_a_request_survives_the_death_of_a_stage(mesh: Mesh, victim: str) -> Non
     mesh.wait_idle()
 
 
+def test_a_request_survives_the_death_of_the_messenger_under_both_stages(mesh: Mesh) -> None:
+    """The head waits for its stage before it lets go of the job, and lets go of the arena all the same."""
+    prompt = "while this one runs the messenger dies: " + PROMPT * 2
+    before = len(computed(mesh, "prefill0-1", 0))
+    with Stream(mesh.http, prompt, TOKENS) as stream:
+        computed(mesh, "prefill0-1", before + 2)
+        mesh.kill("messenger0")
+        mesh.start("messenger0")
+        assert stream.result() == expected(prompt)
+    mesh.wait_healthy()
+    mesh.wait_idle()
+
+
 def test_stages_join_again_after_the_messenger_was_lost(mesh: Mesh) -> None:
     mesh.kill("messenger0")
     mesh.start("messenger0")

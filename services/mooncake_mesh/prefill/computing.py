@@ -13,7 +13,7 @@ from mooncake_mesh.engine.api import Drawn, Engine, PrefillChunk, SampleRequest,
 from mooncake_mesh.errors import InternalError, MooncakeError
 from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.policy.stopping import banned_tokens
-from mooncake_mesh.prefill.announcing import LayerNews, StopRequested, forward, to_messenger
+from mooncake_mesh.prefill.announcing import Forwarded, LayerNews, StopRequested, forward, to_messenger
 from mooncake_mesh.prefill.core import Chunk, ChunkBlocks, JobStage, PrefillCore, QueuedJob
 from mooncake_mesh.prefill.pipeline import Passed, Pipeline
 from mooncake_mesh.prefill.stage_core import StagedPrompt
@@ -128,7 +128,7 @@ class PromptComputer:
             layers=self._engine.spec.layers,
             is_stopped=lambda: entry.stop is not None,
         )
-        forwarded = await self._station.on_engine_thread(forward, self._engine, work, news)
+        forwarded = await self._on_engine_thread(entry, work, news)
         if work.sample is not None:
             self._retire(entry)
         log.debug(
@@ -141,6 +141,19 @@ class PromptComputer:
             cpu_s=forwarded.cpu_s,
         )
         return Passed(drawn=forwarded.drawn, slowest_s=forwarded.compute_s)
+
+    async def _on_engine_thread(self, entry: QueuedJob, work: PrefillChunk, news: LayerNews) -> Forwarded:
+        """What the engine raises ends here: its traceback holds views of the arena, which could not be unmapped while
+        somebody waits with that exception in hand, perhaps for other stages."""
+        failure: Exception
+        try:
+            return await self._station.on_engine_thread(forward, self._engine, work, news)
+        except (StopRequested, MooncakeError) as error:
+            failure = error
+        except Exception as error:  # the failure of one job is reported, and the next one is computed
+            log.error("engine_failed", job_id=entry.job.job_id, exc_info=error)
+            failure = InternalError(f"prefill failed: {type(error).__name__}")
+        raise failure.with_traceback(None)
 
     def _retire(self, entry: QueuedJob) -> None:
         """The prompt is computed here; nobody waits for the engine to hear of it."""

@@ -262,11 +262,7 @@ class PrefillService:
             await self._give_up(entry, failure)
 
     async def _attempt(self, entry: QueuedJob) -> MooncakeError | None:
-        """Compute and deliver a job; why that failed, if it did.
-
-        What the engine raised is gone when this returns: its traceback holds views of the arena, which could not be
-        unmapped after the messenger's death while somebody waits with that exception in hand.
-        """
+        """Compute and deliver a job; why that failed, if it did."""
         try:
             await self._deliver(entry, await self._compute(entry))
         except StopRequested:
