@@ -3,18 +3,23 @@
 ::
 
     head → each stage     JoinPipeline   answered by StageJoined; last stage first: each is told the next one's door
+    head → each far one   DeliverKv      answered by Ok: from now on KV of its layers goes there
     head → each stage     StageChunk     answered by StageChunkDone or Failure, when the stage is done with that chunk
     head → each stage     DropJob        one-way: chunks of that job are answered with Failure, sooner than computed;
                                          nothing of it is kept
 
 Activations go from stage to stage over the transports that KV takes too, as slice *n* for the chunk of number *n*.
 Its place is slot ``n % slots``, free again when every stage has answered chunk *n*: the head sends no more before.
+
+A *far* stage is on another node than its head. It computes on memory of its own, whose blocks the head gives to jobs.
+Over the transports go, before the first chunk, the K and V of its layers of what was cached (as slices of the stage's
+blocks), and those of each chunk to the head's door (as slices named by chunk and block; see prefill/far_core.py).
 """
 
 from dataclasses import dataclass, field
 
 from mooncake_proto.codec import message
-from mooncake_proto.ids import Incarnation, InstanceId, JobId, TransferId
+from mooncake_proto.ids import Incarnation, InstanceId, JobId, NodeId, TransferId
 from mooncake_proto.serving import Sampling, TokenLogprob
 from mooncake_proto.shapes import HexSecret, HexSha256, Natural, PackedKeys, PackedTokens, Positive
 
@@ -41,7 +46,8 @@ class StageDoor:
 class JoinPipeline:
     """``pipeline`` is drawn anew for each attempt: what a stage had of a former one it drops.
 
-    ``stage`` counts from 0, the head. ``next_door`` is the next stage's, absent for the last one.
+    ``stage`` counts from 0, the head. ``next_door`` is the next stage's, absent for the last one. A stage of another
+    node than ``node_id``, the head's, is a far one.
     """
 
     pipeline: Incarnation
@@ -50,6 +56,15 @@ class JoinPipeline:
     slots: Positive
     slot_tokens: Positive
     next_door: StageDoor | None
+    node_id: NodeId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What a far stage computes on: ``n_blocks`` blocks. ``door`` takes what of them is cached."""
+
+    n_blocks: Positive
+    door: StageDoor
 
 
 @message("pipeline.joined")
@@ -57,7 +72,7 @@ class JoinPipeline:
 class StageJoined:
     """The stage has layers ``first_layer`` .. ``end_layer - 1`` of ``layers``; ``door`` takes activations for it.
 
-    ``arena`` is the messenger whose arena it writes, which must be the head's.
+    ``arena`` is the messenger whose arena it writes, which must be the head's; a far one has a ``memory`` instead.
     """
 
     instance_id: InstanceId
@@ -70,12 +85,24 @@ class StageJoined:
     layers: Natural
     hidden_bytes: Natural
     door: StageDoor
+    memory: StageMemory | None = None
+
+
+@message("pipeline.deliver_kv")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeliverKv:
+    """``door`` is the head's. A chunk has at most ``chunk_blocks`` blocks, by which slices are named."""
+
+    pipeline: Incarnation
+    door: StageDoor
+    chunk_blocks: Positive
 
 
 @message("pipeline.chunk")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageChunk:
-    """Positions ``start`` .. ``start + n_tokens - 1`` of a job whose KV lies in ``blocks`` of the node's arena.
+    """Positions ``start`` .. ``start + n_tokens - 1`` of a job whose KV lies in ``blocks`` of the node's arena, or of a
+    far stage's memory.
 
     Layers that are written are announced under ``transfer_id``, if there is one. ``sampling`` says that a token is to
     be drawn (the last chunk, at the last stage): after the whole prompt ``tokens``, of which the last ``drawn_tokens``
@@ -103,9 +130,10 @@ class StageChunk:
 @message("pipeline.chunk_done")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageChunkDone:
-    """The chunk's KV is written and announced, its activations are at the next stage. ``token``: what was drawn.
+    """The chunk's KV is written and announced, or has come to the head; its activations are at the next stage.
 
-    ``compute_s`` is the engine's time, ``waited_s`` how long the stage had nothing to compute before.
+    ``token``: what was drawn. ``compute_s`` is the engine's time, ``waited_s`` how long the stage had nothing to do
+    before.
     """
 
     number: Natural

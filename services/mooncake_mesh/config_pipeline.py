@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from mooncake_mesh.config_checks import at_least, connected_each
+from mooncake_mesh.config_kinds import TransportKind
 from mooncake_mesh.config_run_dir import default_run_dir
 from mooncake_mesh.kv.layers import StagePart
 
@@ -22,6 +23,9 @@ class PipelineConfig:
     split: Annotated[str, "layers of each stage, such as 16,14; evenly otherwise"] = ""
     endpoints: Annotated[str, "of the head: endpoints of the stages 1, 2 …, with commas between"] = ""
     run_dir: Annotated[Path, "folder for the sockets of stages on one machine"] = field(default_factory=default_run_dir)
+    transport: Annotated[TransportKind, "between stages: auto (shm on one host, else tcp), shm or tcp"] = (
+        TransportKind.AUTO
+    )
     data_host: Annotated[str, "address where stages on other machines reach this one's data"] = "127.0.0.1"
     advertise_host: Annotated[str, "what others take for data_host, where that is another (NAT, containers)"] = ""
     tcp_tls: Annotated[bool, "encrypt what goes between machines (TLS 1.3), at all stages; needs the extra tls"] = False
@@ -29,6 +33,8 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         at_least(self, 0, "stage")
         at_least(self, 1, "stages")
+        if self.transport is TransportKind.RDMA:
+            raise ValueError("transport: stages speak shm or tcp, not rdma")
         if self.stage >= self.stages:
             raise ValueError(f"stage: must be below stages ({self.stages}), got {self.stage}")
         if self.split and len(self.layer_counts) != self.stages:

@@ -82,7 +82,8 @@ class Mesh:
     """Context manager of one mesh. Names are those of the instances: gateway0, conductor, prefill0, messenger1 …
 
     ``prefill_nodes`` and ``decode_nodes`` hold the node of each instance, so ``decode_nodes=(1, 2)`` makes decode0 on
-    node1 and decode1 on node2. Each prefill instance has ``prefill_stages`` processes.
+    node1 and decode1 on node2. Each prefill instance has ``prefill_stages`` processes: all on its node, or those behind
+    the head on ``stage_nodes``.
 
     ``flags`` and ``environ`` add to a role's or an instance's command line (a flag that is given twice counts as its
     last value). With ``engine="transformers"`` say which model by ``model`` and ``dtype``.
@@ -101,6 +102,7 @@ class Mesh:
         dtype: str = "bfloat16",
         prefill_nodes: Sequence[int] = (0,),
         prefill_stages: int = 1,
+        stage_nodes: Sequence[int] = (),
         decode_nodes: Sequence[int] = (1,),
         arena_bytes: str = "64MiB",
         flags: Mapping[str, Sequence[str]] | None = None,
@@ -123,14 +125,14 @@ class Mesh:
         for name in conductors:
             publish = self._ipc(name.replace("conductor", "cluster"))
             self._add("conductor", name, [f"--publish={publish}", "--heartbeat-s=0.2", *_PATIENT])
-        for node in sorted({*prefill_nodes, *decode_nodes}):
+        for node in sorted({*prefill_nodes, *stage_nodes, *decode_nodes}):
             store = [f"--node-id=node{node}", f"--run-dir={self.folder}", f"--arena-bytes={arena_bytes}"]
             self._add("messenger", f"messenger{node}", [conductor, *store])
         for role, nodes in (("prefill", prefill_nodes), ("decode", decode_nodes)):
             for number, node in enumerate(nodes):
-                place = [conductor, f"--node-id=node{node}", f"--messenger={self._ipc(f'messenger{node}')}"]
                 stages = prefill_stages if role == "prefill" else 1
-                self._add_stages(role, f"{role}{number}", [*place, *worker], stages)
+                places = [[conductor, *self._place(at)] for at in (node, *(stage_nodes or [node] * stages))[:stages]]
+                self._add_stages(role, f"{role}{number}", places, worker)
         tokenizer = [f"--engine={engine}", f"--model={model}"]
         stream = f"--stream-bind={self._ipc('tokens')}"
         self._add("gateway", "gateway0", [conductor, "--port=0", stream, *tokenizer], endpoint=self._ipc("sdk"))
@@ -387,16 +389,20 @@ class Mesh:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _add_stages(self, role: str, name: str, flags: list[str], stages: int) -> None:
+    def _place(self, node: int) -> list[str]:
+        return [f"--node-id=node{node}", f"--messenger={self._ipc(f'messenger{node}')}"]
+
+    def _add_stages(self, role: str, name: str, places: Sequence[list[str]], flags: list[str]) -> None:
         """One worker, or the processes of a prefill instance: the further stages of prefill0 are prefill0-1 …"""
+        stages = len(places)
         if stages == 1:
-            self._add(role, name, flags)
+            self._add(role, name, [*places[0], *flags])
             return
         further = [f"{name}-{stage}" for stage in range(1, stages)]
         shape = [*flags, f"--pipeline-stages={stages}", f"--pipeline-run-dir={self.folder}"]
-        self._add(role, name, [*shape, f"--pipeline-endpoints={','.join(map(self._ipc, further))}"])
+        self._add(role, name, [*places[0], *shape, f"--pipeline-endpoints={','.join(map(self._ipc, further))}"])
         for stage, each in enumerate(further, 1):
-            self._add(role, each, [*shape, f"--pipeline-stage={stage}"])
+            self._add(role, each, [*places[stage], *shape, f"--pipeline-stage={stage}"])
 
     def _add(self, role: str, name: str, flags: list[str], *, endpoint: str = "") -> None:
         endpoint = endpoint or self._ipc(name)

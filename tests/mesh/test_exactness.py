@@ -261,8 +261,12 @@ def test_bfloat16_answers(tmp_path: Path) -> None:
     assert 0 < completion_tokens_of(answer) <= 16
 
 
-def test_another_architecture_equals_generate(tmp_path: Path) -> None:
-    """A folder with a random Qwen2 of three layers: its prompts cross blocks, chunks and two uneven stages."""
+@pytest.mark.parametrize("stage_nodes", [(), (1,)], ids=["one_node", "two_nodes"])
+def test_another_architecture_equals_generate(tmp_path: Path, stage_nodes: Sequence[int]) -> None:
+    """A folder with a random Qwen2 of three layers: its prompts cross blocks, chunks and two uneven stages.
+
+    The second stage keeps nothing on its device, so it reads what was cached from where its KV lies.
+    """
     from tests.mesh.greedy_reference import GreedyReference
     from tests.mesh.tiny_models import save_qwen2
 
@@ -276,8 +280,13 @@ def test_another_architecture_equals_generate(tmp_path: Path) -> None:
             engine="transformers",
             model=str(tmp_path),
             dtype="float32",
-            flags={**PATIENT, "prefill": ["--chunk-tokens=32", "--pipeline-split=1,2"]},
+            flags={
+                **PATIENT,
+                "prefill": ["--chunk-tokens=32", "--pipeline-split=1,2"],
+                "prefill0-1": ["--layerwise-budget=1"],
+            },
             prefill_stages=2,
+            stage_nodes=stage_nodes,
             ready_s=120,
         ) as mesh,
         Served(mesh) as served,

@@ -115,6 +115,8 @@ def test_exposed_addresses_are_named() -> None:
     assert exposed(ConductorConfig()) == []
     pipeline = PipelineConfig(stages=2, endpoints="tcp://10.0.0.6:1", data_host="10.0.0.5")
     assert exposed(PrefillConfig(pipeline=pipeline, allow_insecure_bind=True)) == ["pipeline.data_host=10.0.0.5"]
+    with pytest.raises(ValueError, match="not rdma"):
+        PipelineConfig(transport=TransportKind.RDMA)
     with pytest.raises(ValueError, match=r"pipeline\.data_host"):
         PrefillConfig(pipeline=pipeline)
 

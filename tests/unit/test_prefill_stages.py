@@ -6,19 +6,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mooncake_mesh.config import TransportKind
 from mooncake_mesh.config_pipeline import PipelineConfig
-from mooncake_mesh.errors import Aborted, InvalidRequest, MeshError, PeerUnreachable, TransferError
+from mooncake_mesh.engine.api import PrefillChunk, SampleRequest
+from mooncake_mesh.errors import Aborted, InternalError, InvalidRequest, MeshError, PeerUnreachable, TransferError
 from mooncake_mesh.messenger.identity import identity_for
 from mooncake_mesh.messenger.transports.tls import Identity
 from mooncake_mesh.prefill.activations import Outlet, SlotMemory, open_door
 from mooncake_mesh.prefill.doors import Reach
-from mooncake_mesh.prefill.stage_core import Flight, StageCore, StageWork, ends_prompt, prefix_keys
-from mooncake_proto.ids import Incarnation, JobId
-from mooncake_proto.pipeline import StageChunk, StageDoor
+from mooncake_mesh.prefill.pipeline_core import failure_of, is_breaking, room_of, told, told_to
+from mooncake_mesh.prefill.stage_core import Flight, StageCore, StagedPrompt, StageWork, ends_prompt, prefix_keys
+from mooncake_proto.ids import Incarnation, InstanceId, JobId
+from mooncake_proto.pipeline import StageChunk, StageDoor, StageJoined, StageMemory
+from mooncake_proto.serving import Sampling
 
 LIFE, OTHER = Incarnation("p1"), Incarnation("p2")
+DOOR = StageDoor(host_id="h", shm_path="", tcp_host="h", tcp_port=1, token="", link_secret="")
 
 
 def chunk(number: int, job: str = "a", pipeline: Incarnation = LIFE) -> StageChunk:
@@ -126,6 +132,57 @@ def test_a_slot_is_used_again_when_the_chunk_before_is_over() -> None:
     assert flight.n_open == 2
 
 
+def stage_of(first: int, end: int, memory: StageMemory | None = None) -> StageJoined:
+    return StageJoined(
+        instance_id=InstanceId("s"),
+        incarnation=Incarnation("i"),
+        arena=Incarnation("m"),
+        fingerprint="f",
+        dtype="float32",
+        first_layer=first,
+        end_layer=end,
+        layers=6,
+        hidden_bytes=8,
+        door=DOOR,
+        memory=memory,
+    )
+
+
+def test_stages_are_told_their_own_blocks_and_the_last_one_how_to_draw() -> None:
+    near, far = stage_of(2, 4), stage_of(4, 6, StageMemory(n_blocks=9, door=DOOR))
+    prompt = StagedPrompt(job_id=JobId("a"), transfer_id=None, n_tokens=20, keys=b"k" * 32)
+    sample = SampleRequest(sampling=Sampling(temperature=0.0), position=1, history=np.arange(20, dtype=np.int32))
+
+    def told_all(start: int, end: int, *, is_first: bool) -> list[StageChunk]:
+        tokens = np.arange(start, end, dtype=np.int32)
+        last = sample if end == 20 else None
+        work = PrefillChunk(sequence="a", tokens=tokens, start=start, blocks=(7, 8, 9), sample=last)
+        said = told(LIFE, 3, work, prompt, is_first=is_first)
+        return [told_to(stage, said, work, (0, 1, 2)) for stage in (near, far)]
+
+    first, middle, last = (
+        told_all(0, 8, is_first=True),
+        told_all(8, 16, is_first=False),
+        told_all(16, 20, is_first=False),
+    )
+    for chunks in (first, middle, last):
+        assert [chunk.blocks for chunk in chunks] == [(7, 8, 9), (0, 1, 2)]
+    assert [chunk.keys for chunk in (first[0], middle[0], last[0])] == [prompt.keys, b"", prompt.keys]
+    assert [ends_prompt(chunk) for chunk in (*middle, *last)] == [False, False, True, True]
+    assert [chunk.sampling for chunk in (*first, *last)] == [None, None, None, sample.sampling]
+    assert (last[1].drawn_tokens, len(last[1].tokens)) == (1, 80)
+    assert [room_of(stages) for stages in ([near], [near, far])] == [None, 9]
+
+
+def test_what_went_wrong_first_is_said_rather_than_what_follows_from_it() -> None:
+    own, lost, dropped = InternalError("the engine failed"), PeerUnreachable("gone"), Aborted("the job was dropped")
+    assert failure_of([None, dropped, lost, own]) is own
+    assert failure_of([dropped, lost]) is lost
+    assert failure_of([dropped, None]) is dropped
+    assert failure_of([None]) is None
+    assert [is_breaking(error) for error in (own, lost, dropped)] == [False, True, False]
+
+
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +233,18 @@ def test_nothing_goes_in_clear_where_it_is_to_be_encrypted(tmp_path: Path) -> No
         door = open_door(_reach(tmp_path), "door", SlotMemory(2, 4096), lambda *_: None)
         with pytest.raises(MeshError, match="tcp_tls"):
             Outlet(_elsewhere(door.address), SlotMemory(2, 4096), _reach(tmp_path, identity_for("test")))
+        await door.close()
+
+    asyncio.run(run())
+
+
+def test_a_way_is_of_the_transport_that_is_asked_for(tmp_path: Path) -> None:
+    async def run() -> None:
+        memory, reach = SlotMemory(2, 4096), _reach(tmp_path)
+        door = open_door(reach, "door", memory, lambda *_: None)
+        assert Outlet(door.address, memory, replace(reach, transport=TransportKind.TCP)).transport == "tcp"
+        with pytest.raises(MeshError, match="transport"):
+            Outlet(_elsewhere(door.address), memory, replace(reach, transport=TransportKind.SHM))
         await door.close()
 
     asyncio.run(run())

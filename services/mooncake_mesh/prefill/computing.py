@@ -15,7 +15,8 @@ from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.policy.stopping import banned_tokens
 from mooncake_mesh.prefill.announcing import Forwarded, LayerNews, StopRequested, forward, to_messenger
 from mooncake_mesh.prefill.core import Chunk, ChunkBlocks, JobStage, PrefillCore, QueuedJob
-from mooncake_mesh.prefill.pipeline import Passed, Pipeline
+from mooncake_mesh.prefill.pipeline import Pipeline
+from mooncake_mesh.prefill.pipeline_core import Passed
 from mooncake_mesh.prefill.stage_core import StagedPrompt
 from mooncake_mesh.worker.station import Station
 from mooncake_proto.ids import BlockKey, TransferId
@@ -101,18 +102,18 @@ class PromptComputer:
             passed: asyncio.Future[Passed] = asyncio.get_running_loop().create_future()
             passed.set_result(await self._forward(entry, work))
             return passed
-        async with self._station.waits.interruptible(entry.job.job_id):
-            number = await self._pipeline.place()
-
-        async def compute_here(chunk: PrefillChunk) -> float:
-            return (await self._forward(entry, chunk)).slowest_s
-
         prompt = StagedPrompt(
             job_id=entry.job.job_id,
             transfer_id=_transfer_of(entry),
             n_tokens=entry.prompt_tokens,
             keys=entry.job.keys,
         )
+        async with self._station.waits.interruptible(entry.job.job_id):
+            number = await self._pipeline.place(prompt, len(entry.blocks))
+
+        async def compute_here(chunk: PrefillChunk) -> float:
+            return (await self._forward(entry, chunk)).slowest_s
+
         timeout_s = max(0.0, entry.queued_s + entry.job.deadline_s - monotonic()) + _GRACE_S
         return await self._pipeline.start(number, work, prompt, compute_here, timeout_s=timeout_s)
 

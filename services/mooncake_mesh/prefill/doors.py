@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, Self
 
+from mooncake_mesh.config_kinds import TransportKind
 from mooncake_mesh.config_pipeline import PipelineConfig
 from mooncake_mesh.errors import MeshError, SliceLost, TransferError
 from mooncake_mesh.mesh.arena_memory import Arena
@@ -43,13 +44,14 @@ class Places(Protocol):
 class Reach:
     """How other processes reach the doors of this one: by a socket in *run_dir*, or over TCP at *host*.
 
-    With an *identity* TCP is encrypted, and no way leads to a door without one.
+    With an *identity* TCP is encrypted, and no way leads to a door without one. *transport* is what ways take.
     """
 
     run_dir: Path
     listen: str
     host: str
     identity: Identity | None = None
+    transport: TransportKind = TransportKind.AUTO
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
@@ -59,6 +61,7 @@ class Reach:
             listen=config.data_host,
             host=config.advertise_host or config.data_host,
             identity=identity_for("prefill.pipeline.tcp_tls") if config.tcp_tls else None,
+            transport=config.transport,
         )
 
 
@@ -72,8 +75,9 @@ class Door:
         path = reach.run_dir / name
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)  # of a former life that was killed
-        self._shm = ShmListener(path, memory, landings)
-        self._tcp = TcpListener(reach.listen, 0, memory, landings, secret=secret, identity=reach.identity)
+        self._memory = memory[:]
+        self._shm = ShmListener(path, self._memory, landings)
+        self._tcp = TcpListener(reach.listen, 0, self._memory, landings, secret=secret, identity=reach.identity)
         self.address = StageDoor(
             host_id=host_id(),
             shm_path=str(path),
@@ -85,9 +89,10 @@ class Door:
         )
 
     async def close(self) -> None:
-        """Take nothing any more. Returns when nothing is written into the memory."""
+        """Take nothing any more. Returns when nothing is written into the memory, and nothing here has a view of it."""
         await self._shm.close()
         await self._tcp.close()
+        self._memory.release()  # links that have ended have it until they are collected
 
 
 class _ForToken:
@@ -110,7 +115,7 @@ class Way:
     """The way out of *memory* to a *door*. Create on the loop."""
 
     def __init__(self, door: StageDoor, memory: Arena, reach: Reach) -> None:
-        """Raises MeshError for a door that is not encrypted, where that is asked for."""
+        """Raises MeshError for a door that no transport leads to, or only one in clear where it is to be encrypted."""
         self._memory = memory.view
         self._connections = _connections(door, memory, reach)
         self._path = LinkPath(self._connections, bytes.fromhex(door.token), memory.view)
@@ -133,8 +138,11 @@ class Way:
 
 
 def _connections(door: StageDoor, memory: Arena, reach: Reach) -> Connections:
-    if door.host_id == host_id() and Path(door.shm_path).is_socket():
+    is_here = door.host_id == host_id() and Path(door.shm_path).is_socket()
+    if is_here and reach.transport is not TransportKind.TCP:
         return shm_connections(Path(door.shm_path), memory.fd)
+    if reach.transport is TransportKind.SHM:
+        raise MeshError("a stage of this instance shares no memory with the one before: see pipeline.transport")
     if reach.identity is not None and not door.tls_fingerprint:
         raise MeshError("a stage of this instance takes nothing encrypted: pipeline.tcp_tls is for all of them or none")
     return tcp_connections(

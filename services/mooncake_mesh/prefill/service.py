@@ -8,7 +8,7 @@ DEALER gateways   FirstToken, JobFailed (to their stream ROUTER)
 DEALER messenger  Acquire, StartSend, SliceReady, Seal, FinishSend, Release
 DEALER decode     PrefillDone
 DEALER conductor  membership
-DEALER stages     JoinPipeline, StageChunk, DropJob (an instance of several stages; this is its head then)
+DEALER stages     JoinPipeline, DeliverKv, StageChunk, DropJob (where this is the head of several stages)
 ====== ========== ==================================================================
 
 Three tasks overlap: one acquires blocks for the next job while the engine thread computes the current one, and each
@@ -34,6 +34,7 @@ from mooncake_mesh.policy.stopping import finish_after
 from mooncake_mesh.prefill.announcing import StopRequested
 from mooncake_mesh.prefill.computing import PromptComputer
 from mooncake_mesh.prefill.core import JobStage, PrefillCore, QueuedJob, QueueFull
+from mooncake_mesh.prefill.far_kv import HeadPages
 from mooncake_mesh.prefill.pipeline import Pipeline
 from mooncake_mesh.prefill.stage import StageService
 from mooncake_mesh.worker.home import WorkerHome
@@ -78,9 +79,15 @@ class PrefillService:
         self._node_id = config.node_id
         self._part = config.pipeline.part
         self._pipeline: Pipeline | None = None
+        self._pages: HeadPages | None = None
         if self._part is not None:
             self._pipeline = Pipeline(
-                config, tasks, on_lost=self._stop_uncomputed, arena_owner=lambda: self._station.arena_owner
+                config,
+                tasks,
+                on_lost=self._stop_uncomputed,
+                arena_owner=lambda: self._station.arena_owner,
+                arena=lambda: None if self._pages is None else self._pages.arena,
+                messenger=self._station.messenger,
             )
 
     async def run(self, lifecycle: Lifecycle) -> None:
@@ -92,7 +99,8 @@ class PrefillService:
         background = [self._acquire_jobs(), self._compute_jobs()]
         if self._pipeline is not None:
             background.append(self._pipeline.run(self._engine.spec, self._station.news))
-        await self._station.run(self._engine, lifecycle, handlers, background, self._idle)
+            self._pages = HeadPages(self._engine, self._pipeline.let_go)
+        await self._station.run(self._pages or self._engine, lifecycle, handlers, background, self._idle)
         if self._pipeline is not None:
             self._pipeline.close()
 

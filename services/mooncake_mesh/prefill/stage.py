@@ -1,17 +1,19 @@
-"""A further stage of a prefill instance: activations in, its layers' KV into the node's arena, activations out.
+"""A further stage of a prefill instance: activations in, its layers' KV into the head's arena, activations out.
 
 ====== ============= ==============================================================
 socket who           what flows
 ====== ============= ==============================================================
-ROUTER the head      JoinPipeline, StageChunk, DropJob
-DEALER messenger     OpenWrite, SliceReady, CloseWrite
+ROUTER the head      JoinPipeline, DeliverKv, StageChunk, DropJob
+DEALER messenger     OpenWrite, SliceReady, CloseWrite (on the node of its head)
 DEALER conductor     membership
 door   stage before  activations (shared memory, TCP)
 outlet stage after   activations
 ====== ============= ==============================================================
 
-The job, its blocks and its transfer are the head's; a stage keeps the messenger from giving away blocks that it is
-writing. Chunks are computed in order; while one is sent on and reported, the next one computes.
+The job, its blocks and its transfer are the head's. On its node a stage writes them; on another it writes memory of its
+own, and sends the head what it has written (far_stage.py).
+
+Chunks are computed in order; while one is sent on and reported, the next one computes.
 """
 
 import asyncio
@@ -32,12 +34,13 @@ from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.prefill.activations import Outlet, SlotMemory, open_door
 from mooncake_mesh.prefill.announcing import Forwarded, LayerNews, StopRequested, forward
 from mooncake_mesh.prefill.doors import Door, Reach
+from mooncake_mesh.prefill.far_stage import FarMemory, StagePages
 from mooncake_mesh.prefill.stage_core import StageCore, StageWork, ends_prompt, prefix_keys
 from mooncake_mesh.prefill.stage_kv import NodeKv, StageKv
 from mooncake_mesh.worker.station import Station
-from mooncake_proto.control import Load, Role
-from mooncake_proto.ids import BlockKey, JobId
-from mooncake_proto.pipeline import DropJob, JoinPipeline, StageChunk, StageChunkDone, StageJoined
+from mooncake_proto.control import Load, Ok, Role
+from mooncake_proto.ids import BlockKey, Incarnation, JobId
+from mooncake_proto.pipeline import DeliverKv, DropJob, JoinPipeline, StageChunk, StageChunkDone, StageJoined
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +67,8 @@ class StageService:
         self._changed = Bell()
         self._joining = asyncio.Lock()
         self._answers: dict[int, asyncio.Future[StageChunkDone]] = {}
+        self._kv: StageKv | None = None
+        self._far: FarMemory | None = None
         self._door: Door | None = None
         self._outlet: Outlet | None = None
         self._inside = SlotMemory(1, 1)
@@ -73,9 +78,14 @@ class StageService:
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serve until *lifecycle* says stop; then finish the chunks that are here."""
         self._engine: Engine = await self._station.load_engine(self._config.pipeline.part)
-        self._kv: StageKv = NodeKv(self._station.messenger, self._station.me, self._engine.spec.layout)
-        handlers: dict[type, Handler] = {JoinPipeline: self._join, StageChunk: self._chunk, DropJob: self._drop}
-        await self._station.run(self._engine, lifecycle, handlers, [self._compute_chunks()], self._idle)
+        self._pages = StagePages(self._engine)
+        handlers: dict[type, Handler] = {
+            JoinPipeline: self._join,
+            DeliverKv: self._deliver,
+            StageChunk: self._chunk,
+            DropJob: self._drop,
+        }
+        await self._station.run(self._pages, lifecycle, handlers, [self._compute_chunks()], self._idle)
         await self._close_ways()
 
     async def _idle(self) -> None:
@@ -107,8 +117,10 @@ class StageService:
             await self._idle()
             await self._close_ways()
             arena = self._station.arena_owner
-            if arena is None or self._station.is_draining:
+            is_far = request.node_id not in (None, self._config.node_id)
+            if (arena is None and not is_far) or self._station.is_draining:
                 raise Draining("this stage takes no chunks now")
+            await self._use_memory(is_far)
             self._core.join(request.pipeline)
             door = self._open_ways(request)
         spec = self._engine.spec
@@ -116,7 +128,7 @@ class StageService:
         return StageJoined(
             instance_id=self._station.me.instance_id,
             incarnation=self._station.me.incarnation,
-            arena=arena,
+            arena=arena or Incarnation(""),
             fingerprint=spec.fingerprint,
             dtype=spec.layout.dtype.value,
             first_layer=spec.layers.first,
@@ -124,7 +136,24 @@ class StageService:
             layers=spec.layers.total,
             hidden_bytes=spec.hidden_bytes,
             door=door.address,
+            memory=None if self._far is None else self._far.told,
         )
+
+    async def _use_memory(self, is_far: bool) -> None:
+        """The node's arena, or on another node than the head's its own. Raises MeshError."""
+        spec = self._engine.spec
+        if not is_far:
+            await self._station.on_engine_thread(self._pages.use_node)
+            self._kv = NodeKv(self._station.messenger, self._station.me, spec.layout)
+            return
+        memory = await self._station.on_engine_thread(self._pages.use_own)
+        self._far = FarMemory(self._reach, f"{self._config.instance_id}.prefix", spec, memory, self._tasks)
+
+    def _deliver(self, request: DeliverKv, _: Caller) -> Ok:
+        if self._far is None or not self._core.is_in(request.pipeline):
+            raise PeerUnreachable("this stage is not in that pipeline any more")
+        self._kv = self._far.deliver(request.door, request.chunk_blocks)
+        return Ok()
 
     def _open_ways(self, request: JoinPipeline) -> Door:
         config, pipeline = self._config, request.pipeline
@@ -142,6 +171,10 @@ class StageService:
         return self._door
 
     async def _close_ways(self) -> None:
+        self._kv = None
+        far, self._far = self._far, None
+        if far is not None:
+            await far.close()
         outlet, self._outlet = self._outlet, None
         if outlet is not None:
             outlet.close()
@@ -175,18 +208,25 @@ class StageService:
             work = await self._changed.until(self._core.next)
             answer = self._answers.pop(work.chunk.number)
             try:
-                done = await self._computed(work, monotonic() - since_s)
+                kv = self._way_of(work)
+                done = await self._computed(work, kv, monotonic() - since_s)
             except MooncakeError as error:
                 self._end(work, answer, error)
             else:
-                self._tasks.create_task(self._finish(work, answer, done))
+                self._tasks.create_task(self._finish(work, kv, answer, done))
 
-    async def _computed(self, work: StageWork, waited_s: float) -> StageChunkDone:
-        """Raises MooncakeError: the chunk was stopped, may not be written any more, or the engine failed."""
+    def _way_of(self, work: StageWork) -> StageKv:
+        """Where the KV of a chunk goes. Raises MooncakeError for one that is not to be computed."""
         if work.stop is not None:
             raise work.stop
-        await self._kv.open(work)
-        forwarded = await self._forward(work)
+        if self._kv is None:
+            raise PeerUnreachable("this stage has not been told where its KV goes")
+        return self._kv
+
+    async def _computed(self, work: StageWork, kv: StageKv, waited_s: float) -> StageChunkDone:
+        """Raises MooncakeError: the chunk was stopped, may not be written any more, or the engine failed."""
+        await kv.open(work)
+        forwarded = await self._forward(work, kv)
         if ends_prompt(work.chunk):
             self._retire(work.chunk.job_id, list(split_keys(work.chunk.keys)))
         compute_s, drawn = forwarded.compute_s, forwarded.drawn
@@ -210,14 +250,14 @@ class StageService:
             logprob=None if drawn is None else drawn.logprob,
         )
 
-    async def _forward(self, work: StageWork) -> Forwarded:
+    async def _forward(self, work: StageWork, kv: StageKv) -> Forwarded:
         """What the engine raises ends here: its traceback holds views of the arena (see PrefillService)."""
         failure: MooncakeError
         try:
             sampling = work.chunk.sampling
             rule = None if sampling is None else await self._station.grammars.filter(sampling.grammar)
             forwarded = await self._station.on_engine_thread(
-                forward, self._engine, self._engine_chunk(work, rule), self._news(work)
+                forward, self._engine, self._engine_chunk(work, rule), self._news(work, kv)
             )
             if rule is None or rule.failure is None:
                 return forwarded
@@ -229,7 +269,7 @@ class StageService:
         except Exception as error:  # the failure of one job is reported, and the next chunk is computed
             log.error("engine_failed", job_id=work.chunk.job_id, exc_info=error)
             failure = InternalError(f"prefill failed: {type(error).__name__}")
-        await self._kv.close(work)
+        await kv.close(work)
         raise failure.with_traceback(None)
 
     def _engine_chunk(self, work: StageWork, rule: TokenFilter | None) -> PrefillChunk:
@@ -263,12 +303,12 @@ class StageService:
         work = self._station.on_engine_thread(self._engine.retire, job_id, keys)
         work.add_done_callback(lambda done: done.result())
 
-    def _news(self, work: StageWork) -> LayerNews:
-        return LayerNews(
-            self._kv.announce(work), layers=self._engine.spec.layers, is_stopped=lambda: work.stop is not None
-        )
+    def _news(self, work: StageWork, kv: StageKv) -> LayerNews:
+        return LayerNews(kv.announce(work), layers=self._engine.spec.layers, is_stopped=lambda: work.stop is not None)
 
-    async def _finish(self, work: StageWork, answer: "asyncio.Future[StageChunkDone]", done: StageChunkDone) -> None:
+    async def _finish(
+        self, work: StageWork, kv: StageKv, answer: "asyncio.Future[StageChunkDone]", done: StageChunkDone
+    ) -> None:
         """Send on, close the chunk (and so make sure that all slices are announced), report."""
         failure: MooncakeError | None = None
         try:
@@ -276,7 +316,7 @@ class StageService:
                 await self._outlet.send(work.chunk.number, work.chunk.n_tokens * self._engine.spec.hidden_bytes)
         except MooncakeError as error:
             failure = error
-        unwritten = await self._kv.close(work)
+        unwritten = await kv.close(work)
         failure = failure or unwritten or work.stop  # a slice that could not be announced
         if failure is not None:
             self._end(work, answer, failure)

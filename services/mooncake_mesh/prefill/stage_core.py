@@ -71,6 +71,9 @@ class StageCore:
         self._arrived.clear()
         self._last = -1
 
+    def is_in(self, pipeline: Incarnation) -> bool:
+        return pipeline == self._pipeline
+
     def leave(self, why: MooncakeError) -> None:
         """Stop what is here and take no chunks until the stage has joined again."""
         self._pipeline = None
