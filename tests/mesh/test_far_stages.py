@@ -53,24 +53,27 @@ def test_stages_on_two_nodes_say_what_one_stage_says(mesh: Mesh) -> None:
     mesh.wait_idle()
 
 
-def test_a_cached_prefix_goes_to_the_stage_that_has_none_of_it(mesh: Mesh) -> None:
-    """What all stages wrote is in the head's arena, and no stage is left without what it lacks."""
+def test_a_second_turn_is_computed_behind_what_a_far_stage_has_of_the_first(mesh: Mesh) -> None:
     prompt = "whole blocks of five layers, of which each stage has some, " * 6
     n_prefixes = len(prefixes(mesh))
     ask(mesh, prompt)
     again = ask(mesh, prompt + "and a second turn, which is computed behind the first one. " * 2)
-    cached_tokens = again["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert cached_tokens > 300
-    assert prefixes(mesh)[n_prefixes:] == [cached_tokens // 16]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 300
+    assert len(prefixes(mesh)) == n_prefixes
 
 
-def test_a_prefix_is_there_after_the_far_stage_has_begun_another_life(mesh: Mesh) -> None:
+def test_a_cached_prefix_goes_to_a_far_stage_that_has_begun_another_life(mesh: Mesh) -> None:
+    """What all stages wrote is in the head's arena, and no stage is left without what it lacks."""
     prompt = "this one is cached when the stage begins anew, " * 8
     ask(mesh, prompt)
     mesh.kill(FAR)
     mesh.start(FAR)
     mesh.wait_healthy()
-    assert ask(mesh, prompt)["usage"]["prompt_tokens_details"]["cached_tokens"] > 300
+    n_prefixes = len(prefixes(mesh))
+    again = ask(mesh, prompt + "and goes on")
+    cached_tokens = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached_tokens > 300
+    assert prefixes(mesh)[n_prefixes:] == [cached_tokens // 16]
 
 
 def test_requests_follow_each_other_through_all_stages(mesh: Mesh) -> None:

@@ -150,7 +150,7 @@ def stage_of(first: int, end: int, memory: StageMemory | None = None) -> StageJo
 
 def test_stages_are_told_their_own_blocks_and_the_last_one_how_to_draw() -> None:
     near, far = stage_of(2, 4), stage_of(4, 6, StageMemory(n_blocks=9, door=DOOR))
-    prompt = StagedPrompt(job_id=JobId("a"), transfer_id=None, n_tokens=20, keys=b"k" * 32)
+    prompt = StagedPrompt(job_id=JobId("a"), transfer_id=None, n_tokens=20, cached_blocks=0, keys=b"k" * 32)
     sample = SampleRequest(sampling=Sampling(temperature=0.0), position=1, history=np.arange(20, dtype=np.int32))
 
     def told_all(start: int, end: int, *, is_first: bool) -> list[StageChunk]:

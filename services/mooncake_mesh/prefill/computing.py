@@ -66,7 +66,7 @@ class PromptComputer:
             raise
         finally:
             if self._pipeline is not None:
-                self._pipeline.end(entry.job.job_id)
+                self._pipeline.end(entry.job.job_id, list(split_keys(entry.job.keys)) if drawn is not None else [])
         if entry.filter is not None and entry.filter.failure is not None:
             raise entry.filter.failure
         if drawn is None:
@@ -106,6 +106,7 @@ class PromptComputer:
             job_id=entry.job.job_id,
             transfer_id=_transfer_of(entry),
             n_tokens=entry.prompt_tokens,
+            cached_blocks=entry.cached_tokens // self._layout.block_tokens,
             keys=entry.job.keys,
         )
         async with self._station.waits.interruptible(entry.job.job_id):

@@ -8,9 +8,10 @@ its chunk and the block's place in the chunk, never by a block. It is taken whil
 the job cannot have given its blocks back.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Final
 
 from mooncake_mesh.errors import InvalidRequest, SliceLost, TransferError
@@ -19,7 +20,7 @@ from mooncake_mesh.kv.layout import KvLayout
 from mooncake_mesh.messenger.landing import Destination, SliceSpan
 from mooncake_mesh.messenger.sending import OutgoingSlice
 from mooncake_mesh.messenger.transports.api import Incoming
-from mooncake_proto.ids import BlockId, JobId
+from mooncake_proto.ids import BlockId, BlockKey, JobId
 
 _NAMED_CHUNKS: Final = 4096
 """So many chunks have names of their own; far more than are ever open."""
@@ -27,31 +28,37 @@ _NAMED_CHUNKS: Final = 4096
 
 @dataclass(slots=True)
 class _Prompt:
+    """The first ``held_blocks`` of its blocks hold what a former prompt had there. ``keys`` as in PromptRoom.end."""
+
     blocks: tuple[int, ...]
+    held_blocks: int
     open_chunks: int = 0
     is_begun: bool = False
     has_ended: bool = False
+    keys: Sequence[BlockKey] = ()
 
 
 class PromptRoom:
     """The prompts in a pipeline, and the blocks that each has in the memory of far stages: *n_blocks* there are.
 
-    Without far stages (None) prompts need no blocks there.
+    What a prompt leaves there is kept under its keys until its blocks are needed: far stages need not be sent what they
+    have of the next turn of a conversation. Without far stages (None) prompts need no blocks there.
     """
 
     def __init__(self, n_blocks: int | None) -> None:
         self._n_blocks = n_blocks
         self._free = list(reversed(range(n_blocks or 0)))  # what was free last is used first: its memory is there
+        self._kept: OrderedDict[BlockKey, int] = OrderedDict()  # what goes next comes first
         self._prompts: dict[JobId, _Prompt] = {}
 
     @property
     def jobs(self) -> tuple[JobId, ...]:
         return tuple(self._prompts)
 
-    def enter(self, job_id: JobId, n_blocks: int) -> bool:
+    def enter(self, job_id: JobId, n_blocks: int, prefix: Sequence[BlockKey] = ()) -> bool:
         """Give a prompt its blocks, unless it has them; False while there are too few, or its former life goes on.
 
-        Raises InvalidRequest for one that has never room.
+        *prefix* are the keys of what is cached of it. Raises InvalidRequest for one that has never room.
         """
         prompt = self._prompts.get(job_id)
         if prompt is not None:
@@ -59,13 +66,19 @@ class PromptRoom:
         wanted = n_blocks if self._n_blocks is not None else 0
         if wanted > (self._n_blocks or 0):
             raise InvalidRequest(f"a prompt of {wanted} blocks has no room in a stage of {self._n_blocks}")
-        if wanted > len(self._free):
+        if wanted > len(self._free) + len(self._kept):
             return False
-        self._prompts[job_id] = _Prompt(tuple(self._free.pop() for _ in range(wanted)))
+        held = [self._kept.pop(key) for key in takewhile(self._kept.__contains__, prefix[:wanted])]
+        fresh = [self._take() for _ in range(wanted - len(held))]
+        self._prompts[job_id] = _Prompt(blocks=(*held, *fresh), held_blocks=len(held))
         return True
 
     def blocks(self, job_id: JobId) -> tuple[int, ...]:
         return self._prompts[job_id].blocks
+
+    def held_blocks(self, job_id: JobId) -> int:
+        """So many of its first blocks all far stages have."""
+        return self._prompts[job_id].held_blocks
 
     def begin(self, job_id: JobId) -> bool:
         """One more chunk of it is under way; whether it is the first."""
@@ -79,17 +92,35 @@ class PromptRoom:
         self._prompts[job_id].open_chunks -= 1
         self._let_go(job_id)
 
-    def end(self, job_id: JobId) -> None:
-        """No chunk of it will come any more. Its blocks are free when none is under way."""
+    def end(self, job_id: JobId, keys: Sequence[BlockKey]) -> None:
+        """No chunk of it will come any more. Its blocks are free when none is under way.
+
+        *keys* are those of its whole blocks, none unless all stages have computed all of it.
+        """
         if job_id in self._prompts:
             self._prompts[job_id].has_ended = True
+            self._prompts[job_id].keys = keys
             self._let_go(job_id)
 
     def _let_go(self, job_id: JobId) -> None:
         prompt = self._prompts[job_id]
-        if prompt.has_ended and not prompt.open_chunks:
-            del self._prompts[job_id]
-            self._free.extend(reversed(prompt.blocks))
+        if not prompt.has_ended or prompt.open_chunks:
+            return
+        del self._prompts[job_id]
+        named = list(zip(prompt.keys, prompt.blocks, strict=False))
+        self._free.extend(reversed(prompt.blocks[len(named) :]))
+        for key, block in reversed(named):  # of a prompt that is kept the end goes first
+            self._keep(key, block)
+
+    def _keep(self, key: BlockKey, block: int) -> None:
+        if key in self._kept:
+            self._free.append(block)
+        else:
+            self._kept[key] = block
+        self._kept.move_to_end(key)
+
+    def _take(self) -> int:
+        return self._free.pop() if self._free else self._kept.popitem(last=False)[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

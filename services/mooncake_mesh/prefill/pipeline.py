@@ -16,6 +16,7 @@ import structlog
 from mooncake_mesh.config import PrefillConfig
 from mooncake_mesh.engine.api import ModelSpec, PrefillChunk
 from mooncake_mesh.errors import MeshError, MooncakeError, PeerUnreachable
+from mooncake_mesh.kv.block_hash import split_keys
 from mooncake_mesh.kv.layout import KvLayout
 from mooncake_mesh.mesh.bell import Bell
 from mooncake_mesh.mesh.rpc import RpcClient
@@ -23,7 +24,7 @@ from mooncake_mesh.prefill.core import ChunkBlocks
 from mooncake_mesh.prefill.joining import Joined, Joiner
 from mooncake_mesh.prefill.pipeline_core import Passed, failure_of, is_breaking, passed, told, told_to
 from mooncake_mesh.prefill.stage_core import StagedPrompt
-from mooncake_proto.ids import Incarnation, JobId
+from mooncake_proto.ids import BlockKey, Incarnation, JobId
 from mooncake_proto.pipeline import DropJob, StageChunk, StageChunkDone
 
 log = structlog.get_logger(__name__)
@@ -127,8 +128,10 @@ class Pipeline:
 
         def look() -> int | None:
             joined = self._now()
-            return joined.flight.begin() if joined.room.enter(prompt.job_id, n_blocks) else None
+            has_room = joined.room.enter(prompt.job_id, n_blocks, prefix)
+            return joined.flight.begin() if has_room else None
 
+        prefix = list(split_keys(prompt.keys))[: prompt.cached_blocks]
         return await self._changed.until(look)
 
     async def start(
@@ -182,10 +185,10 @@ class Pipeline:
         if self._joined is not None:
             self._tell_dropped(self._joined, job_id)
 
-    def end(self, job_id: JobId) -> None:
-        """No chunk of this job will come any more."""
+    def end(self, job_id: JobId, keys: Sequence[BlockKey]) -> None:
+        """No chunk of this job will come any more. *keys* are those of its whole blocks, if all of it was computed."""
         if self._joined is not None:
-            self._joined.room.end(job_id)
+            self._joined.room.end(job_id, keys)
             self._changed.ring()
 
     def _tell_dropped(self, joined: Joined, job_id: JobId) -> None:
@@ -196,9 +199,10 @@ class Pipeline:
                 log.info("drop_undeliverable", code=error.code)
 
     def _prefix(self, joined: Joined, chunk: PrefillChunk, prompt: StagedPrompt) -> tuple[tuple[int, int], ...]:
-        """What far stages need of what was cached: blocks of the arena, and of theirs."""
-        n_blocks = chunk.start // self._layout.block_tokens
-        return tuple(zip(chunk.blocks[:n_blocks], joined.room.blocks(prompt.job_id), strict=False))
+        """What far stages lack of what was cached: blocks of the arena, and of theirs."""
+        lacking = slice(joined.room.held_blocks(prompt.job_id), prompt.cached_blocks)
+        own_blocks = joined.room.blocks(prompt.job_id)
+        return tuple(zip(chunk.blocks[lacking], own_blocks[lacking], strict=False))
 
     def _now(self) -> Joined:
         if self._joined is None:

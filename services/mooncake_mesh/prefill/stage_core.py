@@ -23,11 +23,13 @@ class StageWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedPrompt:
-    """What a head tells the stages of a whole prompt. ``keys`` are those of its whole blocks, packed."""
+    """What a head tells the stages of a whole prompt. ``keys`` are those of its whole blocks, packed; KV of the first
+    ``cached_blocks`` of them was there before."""
 
     job_id: JobId
     transfer_id: TransferId | None
     n_tokens: int
+    cached_blocks: int
     keys: bytes
 
 
