@@ -93,6 +93,21 @@ def test_a_cancelled_request_leaves_all_stages(mesh: Mesh) -> None:
     ask(mesh, PROMPT)
 
 
+def test_a_request_outlasts_a_far_stage_that_stands_still(mesh: Mesh) -> None:
+    """Chunks wait for it, as many as have slots."""
+    prompt = "while this one runs a stage stands still: " + PROMPT * 2
+    before, at_head = len(computed(mesh, FAR, 0)), len(computed(mesh, "prefill0", 0))
+    with Stream(mesh.http, prompt, TOKENS) as stream:
+        computed(mesh, FAR, before + 2)
+        mesh.stop(FAR)
+        n_computed = len(mesh.logs(FAR))
+        computed(mesh, "prefill0", at_head + 6)
+        assert len(mesh.logs(FAR)) == n_computed
+        mesh.cont(FAR)
+        assert stream.result() == expected(prompt)
+    mesh.wait_idle()
+
+
 @pytest.mark.parametrize("victim", [FAR, NEAR, "prefill0"])
 def test_a_request_survives_the_death_of_a_stage(mesh: Mesh, victim: str) -> None:
     prompt = f"while this one runs {victim} dies: " + PROMPT * 2
