@@ -23,6 +23,10 @@ class PipelineConfig:
     split: Annotated[str, "layers of each stage, such as 16,14; evenly otherwise"] = ""
     endpoints: Annotated[str, "of the head: endpoints of the stages 1, 2 …, with commas between"] = ""
     run_dir: Annotated[Path, "folder for the sockets of stages on one machine"] = field(default_factory=default_run_dir)
+    kv_bytes: Annotated[
+        int,
+        "of a stage on another node than its head: memory for its layers' KV; 0: for one prompt of the longest context",
+    ] = 0
     transport: Annotated[TransportKind, "between stages: auto (shm on one host, else tcp), shm or tcp"] = (
         TransportKind.AUTO
     )
@@ -31,7 +35,7 @@ class PipelineConfig:
     tcp_tls: Annotated[bool, "encrypt what goes between machines (TLS 1.3), at all stages; needs the extra tls"] = False
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "stage")
+        at_least(self, 0, "stage", "kv_bytes")
         at_least(self, 1, "stages")
         if self.transport is TransportKind.RDMA:
             raise ValueError("transport: stages speak shm or tcp, not rdma")

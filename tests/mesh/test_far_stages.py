@@ -136,6 +136,23 @@ def test_stages_join_again_after_a_messenger_was_lost(mesh: Mesh, victim: str) -
     mesh.wait_idle()
 
 
+def test_prompts_wait_for_each_other_where_a_far_stage_has_room_for_one() -> None:
+    """A block has one layer there, of 1 KiB; each prompt has 44 or 45."""
+    prompts = [f"request number {number} of several at once: " + PROMPT for number in range(3)]
+    flags = {**FLAGS, "prefill0-1": ["--pipeline-kv-bytes=64KiB"]}
+    with Mesh(
+        flags={**flags, "prefill": [*FLAGS["prefill"], "--pipeline-split=4,1"]}, prefill_stages=2, stage_nodes=(1,)
+    ) as mesh:
+        streams = [Stream(mesh.http, prompt, TOKENS) for prompt in prompts]
+        for stream, prompt in zip(streams, prompts, strict=True):
+            with stream:
+                assert stream.result() == expected(prompt)
+        refused = clients.post(mesh.http, "/v1/completions", clients.completion_fields(PROMPT * 2, TOKENS))
+        assert refused.status == 400
+        assert "no room" in refused.json()["error"]["message"]
+        mesh.wait_idle()
+
+
 @pytest.mark.parametrize(
     ("stage_nodes", "transport", "flags"),
     [

@@ -63,7 +63,7 @@ class Ends:
         identity = identity_for("test") if transport == "tcp+tls" else None
         reach = Reach(run_dir=folder, listen="127.0.0.1", host="127.0.0.1", identity=identity)
         self.arena = Arena.create(N_BLOCKS * LAYOUT.block_bytes, PagesKind.SMALL)
-        self.own = Arena.create(memory_blocks(SPEC) * LAYOUT.block_bytes, PagesKind.SMALL)
+        self.own = Arena.create(memory_blocks(SPEC, 0) * LAYOUT.block_bytes, PagesKind.SMALL)
         self.view: memoryview | None = self.arena.view
         self.messenger = Messenger()
         self.memory = FarMemory(reach, "stage.prefix", SPEC, self.own, tasks)
@@ -243,6 +243,11 @@ def test_the_arena_is_free_once_the_head_has_let_go(tmp_path: Path, transport: s
     with_ends(tmp_path, transport, scenario)
 
 
+@pytest.mark.parametrize(("kv_bytes", "n_blocks"), [(0, 17), (100 * 2 * LAYOUT.slice_bytes + 1, 100), (1, 1)])
+def test_memory_is_counted_by_the_layers_that_a_stage_has(kv_bytes: int, n_blocks: int) -> None:
+    assert memory_blocks(SPEC, kv_bytes) == n_blocks
+
+
 class Bound:
     """An engine that only knows what it was bound to."""
 
@@ -259,7 +264,7 @@ class Bound:
 
 def test_a_stage_computes_on_its_own_memory_while_it_is_on_another_node() -> None:
     engine, node = Bound(), memoryview(bytearray(16))
-    pages = StagePages(cast(FakeEngine, engine))
+    pages = StagePages(cast(FakeEngine, engine), 17)
     pages.bind(node)
     own = pages.use_own()
     assert own.size_bytes == 17 * LAYOUT.block_bytes

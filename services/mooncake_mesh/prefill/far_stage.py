@@ -1,7 +1,7 @@
 """A stage on another node than its head: it computes on memory of its own, and what it writes there goes to the head.
 
-The memory has room for one prompt of the longest context. Pages of layers that the stage does not have are never
-touched, and so take no memory; those of its own take as much as the longest prompts that were there.
+The memory has room for one prompt of the longest context, unless it is told how much it may come to. Pages of layers
+that the stage does not have are never touched, and so take none.
 """
 
 import asyncio
@@ -22,8 +22,13 @@ from mooncake_mesh.prefill.stage_core import StageWork
 from mooncake_proto.pipeline import StageChunk, StageDoor, StageMemory
 
 
-def memory_blocks(spec: ModelSpec) -> int:
-    """Blocks of a far stage: a prompt of the longest context, and the block that its next token may need."""
+def memory_blocks(spec: ModelSpec, kv_bytes: int) -> int:
+    """Blocks of a far stage whose layers' KV may come to *kv_bytes*, one at least.
+
+    For 0, as many as a prompt of the longest context has, and the one that its next token may need.
+    """
+    if kv_bytes:
+        return max(1, kv_bytes // (spec.layers.count * spec.layout.slice_bytes))
     return spec.layout.blocks_for(spec.max_context_tokens) + 1
 
 
@@ -33,8 +38,10 @@ class StagePages:
     See ArenaUser in station.py.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, n_blocks: int) -> None:
+        """Its own memory has *n_blocks*."""
         self._engine = engine
+        self._n_blocks = n_blocks
         self._node: memoryview | None = None
         self._own: Arena | None = None
         self._uses_own = False
@@ -66,7 +73,7 @@ class StagePages:
     def use_own(self) -> Arena:
         """Compute on memory that is kept from now on."""
         if self._own is None:
-            self._own = Arena.create(memory_blocks(self.spec) * self.spec.layout.block_bytes, PagesKind.SMALL)
+            self._own = Arena.create(self._n_blocks * self.spec.layout.block_bytes, PagesKind.SMALL)
         if not self._uses_own:
             self._uses_own = True
             self._engine.bind(self._own.view)
@@ -149,7 +156,7 @@ class FarMemory:
         self._reach = reach
         self._layout = spec.layout
         self._memory = memory
-        n_blocks = memory_blocks(spec)
+        n_blocks = memory.size_bytes // spec.layout.block_bytes
         self._door = Door(reach, name, memory.view, PrefixPlaces(spec.layout, spec.layers, n_blocks))
         self._way: Way | None = None
         self.told = StageMemory(n_blocks=n_blocks, door=self._door.address)

@@ -34,7 +34,7 @@ from mooncake_mesh.mesh.runtime import Lifecycle
 from mooncake_mesh.prefill.activations import Outlet, SlotMemory, open_door
 from mooncake_mesh.prefill.announcing import Forwarded, LayerNews, StopRequested, forward
 from mooncake_mesh.prefill.doors import Door, Reach
-from mooncake_mesh.prefill.far_stage import FarMemory, StagePages
+from mooncake_mesh.prefill.far_stage import FarMemory, StagePages, memory_blocks
 from mooncake_mesh.prefill.stage_core import StageCore, StageWork, ends_prompt, prefix_keys
 from mooncake_mesh.prefill.stage_kv import NodeKv, StageKv
 from mooncake_mesh.worker.station import Station
@@ -78,7 +78,8 @@ class StageService:
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serve until *lifecycle* says stop; then finish the chunks that are here."""
         self._engine: Engine = await self._station.load_engine(self._config.pipeline.part)
-        self._pages = StagePages(self._engine)
+        n_blocks = memory_blocks(self._engine.spec, self._config.pipeline.kv_bytes)
+        self._pages = StagePages(self._engine, n_blocks)
         handlers: dict[type, Handler] = {
             JoinPipeline: self._join,
             DeliverKv: self._deliver,
