@@ -15,8 +15,8 @@ from mooncake_proto.ids import TransferId
 from mooncake_proto.transfer import SliceReady
 
 _PAUSE_S: Final = 0.03
-"""Between two announcements. Each costs this process and two messengers a millisecond, of cores that may be the
-engine's; and what is left to send at the end takes less than that."""
+"""Before the first announcement, and between two. Each costs this process and two messengers a millisecond, of cores
+that may be the engine's; and what is left to send at the end takes less than that."""
 
 
 class StopRequested(Exception):
@@ -86,7 +86,7 @@ class LayerNews:
         self._loop = asyncio.get_running_loop()
         self._progress = LayerProgress(layers.first)
         self._last_layer = layers.end - 1
-        self._told_s = 0.0
+        self._told_s = monotonic()
 
     def check(self) -> None:
         """Raises StopRequested."""
