@@ -115,7 +115,7 @@ class Completions:
         traced = self._tracing.request(operation, request_id, headers)
         with self._accounted(operation, started_at), traced as span:
             self.rates.take_request(tenant, started_at)
-            prepared = await self._prepare(operation, body, request_id, read_chat)
+            prepared = await self._prepare(operation, body, request_id, tenant, read_chat)
             prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
             self.rates.take_tokens(tenant, prompt_tokens, time.monotonic())
             generation = Generation(
@@ -158,11 +158,14 @@ class Completions:
         operation: Operation,
         body: bytes,
         request_id: RequestId,
+        tenant: str,
         read_chat: Callable[[dict[str, Any]], ChatRequest],
     ) -> Prepared:
         if operation is Operation.CHAT:
-            return await self.preparation.chat(await self.preparation.parse(body, read_chat), request_id)
-        return await self.preparation.completion(await self.preparation.parse(body, parse_completion), request_id)
+            return await self.preparation.chat(await self.preparation.parse(body, read_chat), request_id, tenant)
+        return await self.preparation.completion(
+            await self.preparation.parse(body, parse_completion), request_id, tenant
+        )
 
     async def _run_to_deadline(self, generation: Generation, started_at: float) -> None:
         spent_s = time.monotonic() - started_at

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from mooncake_mesh.errors import InvalidRequest, UnsupportedModel
 from mooncake_mesh.gateway.chat_template import ChatTemplate
+from mooncake_mesh.gateway.known_texts import LEAST_CHARS, KnownTexts
 from mooncake_mesh.gateway.tokenizer import SpecialTokens
 from mooncake_mesh.gateway.tools import ChatMessage, Tool
 
@@ -45,16 +46,31 @@ class ModelTokenizer:
         self._text_of = _piece_decoder(self._backend)
         self._bytes: dict[int, bytes] = {token: info.content.encode() for token, info in added.items()}
         self.longest_token_bytes = self._longest_of(vocab)
+        known = KnownTexts(self._plain, self.token_bytes, frozenset(added))
+        self._known = known if _looks_up_words(self._backend) else None
 
-    def encode(self, text: str, special: SpecialTokens) -> list[int]:
+    def encode(self, text: str, special: SpecialTokens, scope: str | None = None) -> list[int]:
+        if self._known is None or scope is None or len(text) < LEAST_CHARS:
+            return self._encoded(text, special)
+        tokens, rest = self._known.split((scope, special), text)
+        tokens += self._encoded(rest, SpecialTokens.KEEP if tokens else special)
+        self._known.learn((scope, special), text, tokens)
+        return tokens
+
+    def _plain(self, text: str) -> list[int]:
+        return self._encoded(text, SpecialTokens.KEEP)
+
+    def _encoded(self, text: str, special: SpecialTokens) -> list[int]:
         # A batch of one lets other threads run meanwhile, and this call leaves out the offsets that nobody needs.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special is SpecialTokens.ADD)
         return list(encoding.ids)
 
-    def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), scope: str | None = None
+    ) -> list[int]:
         if self._template is None:
             raise InvalidRequest("this model has no chat template: use /v1/completions", param="messages")
-        return self.encode(self._template.render(messages, tools), SpecialTokens.KEEP)
+        return self.encode(self._template.render(messages, tools), SpecialTokens.KEEP, scope)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._backend.decode(list(tokens), skip_special_tokens=False))
@@ -74,6 +90,25 @@ class ModelTokenizer:
             known = b"" if piece is None else self._text_of(token, piece)
             self._bytes[token] = known
         return known
+
+
+def _looks_up_words(backend: Backend) -> bool:
+    """Whether a text is cut into words as it stands, each of which has tokens of its own: see known_texts.py."""
+    normalizer, splitting = _declared(backend.normalizer), _declared(backend.pre_tokenizer)
+    steps: list[dict[str, Any]] = splitting.get("pretokenizers", [splitting])
+    by_bytes = [step for step in steps if step.get("type") == "ByteLevel"]
+    return (
+        normalizer.get("type") in (None, "NFC")
+        and any(step.get("use_regex") or step.get("type") == "Split" for step in steps)
+        and bool(by_bytes)
+        and not any(step.get("add_prefix_space") for step in by_bytes)
+    )
+
+
+def _declared(component: Any) -> dict[str, Any]:
+    """A part of a tokenizer as its file has it."""
+    declared: dict[str, Any] = {} if component is None else json.loads(component.__getstate__())
+    return declared
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -131,7 +166,7 @@ def _piece_decoder(backend: Backend) -> Callable[[int, str], bytes]:
 
     The leading space of a SentencePiece word is kept even at the start: a completion continues its prompt.
     """
-    declared = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+    declared = _declared(backend.decoder)
     kinds = {step["type"] for step in declared.get("decoders", [declared] if declared else [])}
     if "ByteLevel" in kinds:
         return lambda _, piece: _byte_level(piece)

@@ -97,45 +97,53 @@ class Preparation:
         """*parse* of the JSON object in *body*. Raises InvalidRequest."""
         return await self._off_loop(len(body) // _BODY_BYTES_PER_CHAR, lambda: parse(read_json_object(body)))
 
-    async def chat(self, request: ChatRequest, request_id: RequestId) -> Prepared:
+    async def chat(self, request: ChatRequest, request_id: RequestId, tenant: str) -> Prepared:
         """Raises InvalidRequest, ModelNotFound, TooLong or Rejected."""
         model = self.model(request.options.model)
         _check_chars(model, sum(len(message.content) for message in request.messages), "messages")
         use = request.tool_use
-        tokens = await self.encode_chat(model.tokenizer, request.messages, () if use is None else use.tools)
+        tools, scope = () if use is None else use.tools, _scope(tenant, request.options)
+        tokens = await self.encode_chat(model.tokenizer, request.messages, tools, scope)
         options = await _ruled(model, request.options)
         head = _head(options, f"chatcmpl-{request_id}")
         shape = ChatShape(head, model.tokenizer)
         prepared = _prepared(model, options, (Prompt(tokens=tokens),), "messages", None, shape)
         return prepared if use is None else replace(prepared, tool_choice=use.choice)
 
-    async def completion(self, request: CompletionRequest, request_id: RequestId) -> Prepared:
+    async def completion(self, request: CompletionRequest, request_id: RequestId, tenant: str) -> Prepared:
         """Raises InvalidRequest, ModelNotFound, TooLong or Rejected."""
         model = self.model(request.options.model)
         options = await _ruled(model, request.options)
         special = SpecialTokens.ADD if options.add_special_tokens else SpecialTokens.KEEP
-        prompts = [await self._prompt(model, prompt, special, request.echo) for prompt in request.prompts]
+        scope = _scope(tenant, options)
+        prompts = [await self._prompt(model, prompt, special, scope, request.echo) for prompt in request.prompts]
         shape = CompletionShape(_head(options, f"cmpl-{request_id}"), model.tokenizer, echo=request.echo)
         return _prepared(model, options, tuple(prompts), "prompt", DEFAULT_COMPLETION_TOKENS, shape)
 
     async def _prompt(
-        self, model: ServedModel, prompt: str | tuple[int, ...], special: SpecialTokens, echo: bool
+        self, model: ServedModel, prompt: str | tuple[int, ...], special: SpecialTokens, scope: str, echo: bool
     ) -> Prompt:
         tokenizer = model.tokenizer
         if isinstance(prompt, str):
             _check_chars(model, len(prompt), "prompt")
-            return Prompt(tokens=await self.encode(tokenizer, prompt, special), text=prompt if echo else "")
+            return Prompt(tokens=await self.encode(tokenizer, prompt, special, scope), text=prompt if echo else "")
         check_tokens(tokenizer, prompt, "prompt")
         return Prompt(tokens=prompt, text=await self.decode(tokenizer, prompt) if echo else "")
 
-    async def encode(self, tokenizer: Tokenizer, text: str, special: SpecialTokens) -> tuple[int, ...]:
-        return await self._off_loop(len(text), lambda: tuple(tokenizer.encode(text, special)))
+    async def encode(
+        self, tokenizer: Tokenizer, text: str, special: SpecialTokens, scope: str | None = None
+    ) -> tuple[int, ...]:
+        return await self._off_loop(len(text), lambda: tuple(tokenizer.encode(text, special, scope)))
 
     async def encode_chat(
-        self, tokenizer: Tokenizer, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...] = ()
+        self,
+        tokenizer: Tokenizer,
+        messages: tuple[ChatMessage, ...],
+        tools: tuple[Tool, ...] = (),
+        scope: str | None = None,
     ) -> tuple[int, ...]:
         chars = sum(len(message.content) for message in messages)
-        return await self._off_loop(chars, lambda: tuple(tokenizer.encode_chat(messages, tools)))
+        return await self._off_loop(chars, lambda: tuple(tokenizer.encode_chat(messages, tools, scope)))
 
     async def decode(self, tokenizer: Tokenizer, tokens: tuple[int, ...]) -> str:
         return await self._off_loop(len(tokens), lambda: tokenizer.decode(tokens))
@@ -144,6 +152,11 @@ class Preparation:
         if size <= _INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _scope(tenant: str, options: GenerationOptions) -> str:
+    """Who shares blocks may notice that others asked something alike, nobody else."""
+    return f"{tenant}\0{options.cache_salt}"
 
 
 def check_tokens(tokenizer: Tokenizer, tokens: tuple[int, ...], param: str) -> None:

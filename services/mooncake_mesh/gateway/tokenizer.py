@@ -39,12 +39,17 @@ class Tokenizer(Protocol):
     def special_ids(self) -> frozenset[int]:
         """Ids that mark structure instead of carrying text."""
 
-    def encode(self, text: str, special: SpecialTokens) -> list[int]: ...
+    def encode(self, text: str, special: SpecialTokens, scope: str | None = None) -> list[int]:
+        """The same for every *scope*. Texts of one may be remembered, so that those which go on from them take less
+        time; who asks in another scope, or without one, cannot tell."""
 
-    def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), scope: str | None = None
+    ) -> list[int]:
         """The prompt that asks for the assistant's next turn, in which *tools* may be called (see tool_form.py).
 
-        Raises InvalidRequest (param ``messages``) when the model has no chat template or its template refuses them.
+        *scope* is as in :meth:`encode`. Raises InvalidRequest (param ``messages``) when the model has no chat template
+        or its template refuses them.
         """
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -78,14 +83,16 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self._bytes = [bytes([value]) for value in range(256)] + [marker.encode() for marker in _BYTE_MARKERS]
 
-    def encode(self, text: str, special: SpecialTokens) -> list[int]:
+    def encode(self, text: str, special: SpecialTokens, scope: str | None = None) -> list[int]:
         tokens = [BYTE_BOS] if special is SpecialTokens.ADD else []
         for part in _BYTE_MARKER_RE.split(text):
             marker = _BYTE_MARKERS.get(part)
             tokens.extend(part.encode() if marker is None else (marker,))
         return tokens
 
-    def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), scope: str | None = None
+    ) -> list[int]:
         """ChatML; markers inside a message's content stay plain text."""
         tokens: list[int] = []
         for message in plain_chat(messages, tools):
