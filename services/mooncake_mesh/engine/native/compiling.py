@@ -16,6 +16,7 @@ _FLAGS: Final = (
     "-fno-math-errno",
     "-fno-trapping-math",
     # Not -ffast-math: it makes a library that, once loaded, has the thread that loads it take small numbers for zero.
+    "-fno-strict-aliasing",  # two bfloat16 are read as one word
     "-fopenmp",
     "-fPIC",
     "-shared",
