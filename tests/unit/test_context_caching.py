@@ -109,10 +109,12 @@ def test_a_template_that_refuses_some_prompts_is_asked_for_others(
     """Some want the user to have the last word."""
     encode = ByteTokenizer.encode_chat
 
-    def strict(self: ByteTokenizer, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...]) -> list[int]:
+    def strict(
+        self: ByteTokenizer, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...], scope: str | None
+    ) -> list[int]:
         if messages[-1].role != "user":
             raise InvalidRequest("the user speaks last", param="messages")
-        return encode(self, messages, tools)
+        return encode(self, messages, tools, scope)
 
     async def scene(site: Site) -> None:
         assert (await site.create())["tokens"] == SHARED + len("user\n")
