@@ -1,6 +1,7 @@
 """Products and layers in C are those of transformers, whatever else is in the batch."""
 
 import copy
+import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from mooncake_mesh.engine.attention import IMPLEMENTATION, KernelDecodePass, Pre
 from mooncake_mesh.engine.attention_kernels import LayerCall, chunk_attention  # noqa: E402
 from mooncake_mesh.engine.contexts import KeptContext  # noqa: E402
 from mooncake_mesh.engine.kv_storage import ArenaPages, Span  # noqa: E402
+from mooncake_mesh.engine.native import weight_memory  # noqa: E402
 from mooncake_mesh.engine.native.kernels import Kernels  # noqa: E402
 from mooncake_mesh.engine.native.layers import NativeLayer, NativeLayers, fits  # noqa: E402
 from mooncake_mesh.engine.native.loading import load  # noqa: E402
 from mooncake_mesh.engine.native.places import TokenPlaces  # noqa: E402
 from mooncake_mesh.engine.native.products import NativeLinear, PackedWeights, multiplied  # noqa: E402
+from mooncake_mesh.engine.native.weight_memory import WeightMemory  # noqa: E402
 from mooncake_mesh.kv.layout import KvDtype, KvLayout  # noqa: E402
 
 
@@ -84,6 +87,27 @@ def test_a_rows_product_is_the_same_in_every_batch_and_for_every_number_of_threa
                 assert torch.equal(multiplied(kernels.library, x[:rows], packed), alone[:rows])
     finally:
         torch.set_num_threads(before)
+
+
+def test_weights_lie_apart_each_at_the_start_of_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_memory, "_SLAB_BYTES", 1 << 20)
+    memory = WeightMemory()
+    parts = [memory.empty(shape, torch.bfloat16) for shape in [(3, 5), (1000, 300), (1, 33), (600, 2000), (7,)]]
+    for number, part in enumerate(parts):
+        part.fill_(number)
+    for number, part in enumerate(parts):
+        assert part.data_ptr() % 64 == 0
+        assert part.is_contiguous()
+        assert bool((part == number).all())
+    assert parts[0].data_ptr() % (2 << 20) == 0, "a large page can begin there"
+    assert parts[3].data_ptr() % (2 << 20) == 0, "one that has no room in a slab has its own"
+
+
+def test_without_large_pages_there_are_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    part = WeightMemory().empty((4, 4), torch.bfloat16)
+    part.fill_(2)
+    assert float(part.sum()) == 32
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import torch
 
+from mooncake_mesh.engine.native.weight_memory import WeightMemory
+
 SOURCES: Final = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))
 
 POINTER, SIZE, FLOAT, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -64,11 +66,15 @@ class Rows(ctypes.Structure):
 
 
 class Library:
-    """Functions of the shared library at *path*; none returns anything. ``multiplies``: whether those of AVX512-BF16
-    are among them. Raises OSError, or AttributeError, for a torch that brought another OpenMP."""
+    """Functions of the shared library at *path*; none returns anything.
+
+    ``multiplies``: whether those of AVX512-BF16 are among them; ``memory`` is for the weights that they read. Raises
+    OSError, or AttributeError, for a torch that brought another OpenMP.
+    """
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
+        self.memory = WeightMemory()
         self.multiplies = bool(self._library.multiplies_bfloat16())
         self.rms_norm = self._function("rms_norm", [*[POINTER] * 3, SIZE, SIZE, FLOAT, INT])
         self.rotate = self._function("rotate", [*[POINTER] * 3, *[SIZE] * 4, INT])

@@ -22,7 +22,7 @@ class PackedWeights:
         self.columns, self.inner = weight.shape
         missing = -self.columns % _PANEL
         padded = functional.pad(weight.detach(), (0, 0, 0, missing)).contiguous()
-        self.packed = torch.empty_like(padded)
+        self.packed = library.memory.empty(padded.shape, padded.dtype)
         library.pack_weights(padded.data_ptr(), self.packed.data_ptr(), *padded.shape)
         self.bias = None if bias is None else functional.pad(bias.detach(), (0, missing)).contiguous()
 
