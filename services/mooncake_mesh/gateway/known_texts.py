@@ -10,6 +10,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from threading import Lock
 from typing import Final
 
@@ -18,6 +19,7 @@ LEAST_CHARS: Final = 2048
 
 _MOST_CHARS: Final = 1 << 23
 _TAIL_TOKENS: Final = 64
+_ATTEMPTS: Final = 2
 _HEAD_CHARS: Final = 256
 _SAME_HEADS: Final = 32
 
@@ -86,7 +88,7 @@ class KnownTexts:
 
     def _beginning(self, text: str, tokens: Sequence[int]) -> _Beginning | None:
         """Up to a word not far from the end; None where none is sure."""
-        for n_tokens in self._word_starts(tokens):
+        for n_tokens in islice(self._word_starts(tokens), _ATTEMPTS):
             tail = tokens[n_tokens:]
             words = b"".join(map(self._token_bytes, tail)).decode(errors="replace")
             if text.endswith(words) and len(text) - len(words) > _HEAD_CHARS and self._encode(words) == list(tail):
@@ -95,13 +97,11 @@ class KnownTexts:
         return None
 
     def _word_starts(self, tokens: Sequence[int]) -> Iterator[int]:
-        """The first two of the last tokens that begin a word by all rules: one with a space behind none, a marker."""
-        found = 0
+        """Which of the last tokens begin a word by all rules: one with a space behind none, a marker."""
         for index in range(max(1, len(tokens) - _TAIL_TOKENS), len(tokens)):
             piece, before = self._token_bytes(tokens[index]), self._token_bytes(tokens[index - 1])
             is_word = piece[:1] == b" " and piece[1:2].isalpha() and before[-1:].isalnum()
-            if (is_word or tokens[index] in self._markers) and found < 2:
-                found += 1
+            if is_word or tokens[index] in self._markers:
                 yield index
 
 
