@@ -291,6 +291,19 @@ class Mesh:
 
     # --- hurting it ---------------------------------------------------------------------------------------------------
 
+    def start_missing(self) -> None:
+        """Start every process that is gone."""
+        for name in self.names:
+            if not self.is_running(name):
+                self.start(name)
+
+    def mended(self) -> Self:
+        """Whole again whatever a test did to it, and idle."""
+        self.start_missing()
+        self.wait_healthy()
+        self.wait_idle()
+        return self
+
     def start(self, name: str) -> None:
         """Start a process, again if it is gone, with the same flags."""
         child = self._children[name]

@@ -25,12 +25,7 @@ def three_stages() -> Iterator[Mesh]:
 @pytest.fixture
 def mesh(three_stages: Mesh) -> Mesh:
     """One instance with two stages on one node and the last one on another, whole again whatever the last test did."""
-    for name in three_stages.names:
-        if not three_stages.is_running(name):
-            three_stages.start(name)
-    three_stages.wait_healthy()
-    three_stages.wait_idle()
-    return three_stages
+    return three_stages.mended()
 
 
 def prefixes(mesh: Mesh) -> list[int]:

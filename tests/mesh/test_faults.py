@@ -35,7 +35,7 @@ def slow_mesh() -> Iterator[Mesh]:
 @pytest.fixture
 def mesh(slow_mesh: Mesh) -> Mesh:
     """Two prefill and two decode instances that take their time, whole again after whatever the last test did."""
-    return _mended(slow_mesh)
+    return slow_mesh.mended()
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +47,7 @@ def slow_small_mesh() -> Iterator[Mesh]:
 @pytest.fixture
 def small_mesh(slow_small_mesh: Mesh) -> Mesh:
     """As ``mesh``, but only one of each: nobody can stand in."""
-    return _mended(slow_small_mesh)
-
-
-def _mended(mesh: Mesh) -> Mesh:
-    for name in mesh.names:
-        if not mesh.is_running(name):
-            mesh.start(name)
-    mesh.wait_healthy()
-    mesh.wait_idle()
-    return mesh
+    return slow_small_mesh.mended()
 
 
 def _stream(mesh: Mesh, prompt: str, max_tokens: int = TOKENS) -> Stream:

@@ -50,12 +50,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 
 @pytest.fixture
 def mesh(started: Mesh) -> Mesh:
-    for name in started.names:
-        if not started.is_running(name):
-            started.start(name)
-    started.wait_healthy()
-    started.wait_idle()
-    return started
+    return started.mended()
 
 
 def computed(mesh: Mesh) -> list[dict[str, Any]]:

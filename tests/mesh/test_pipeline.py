@@ -33,12 +33,7 @@ def two_stages() -> Iterator[Mesh]:
 @pytest.fixture
 def mesh(two_stages: Mesh) -> Mesh:
     """One prefill instance of two stages that take their time, whole again after whatever the last test did."""
-    for name in two_stages.names:
-        if not two_stages.is_running(name):
-            two_stages.start(name)
-    two_stages.wait_healthy()
-    two_stages.wait_idle()
-    return two_stages
+    return two_stages.mended()
 
 
 def expected(prompt: str, n: int = TOKENS) -> str:

@@ -96,9 +96,7 @@ def mesh(shared: MeshOfTwo) -> MeshOfTwo:
 
 
 def mended(mesh: MeshOfTwo) -> MeshOfTwo:
-    for name in mesh.names:
-        if not mesh.is_running(name):
-            mesh.start(name)
+    mesh.start_missing()
     mesh.wait_leader()
     mesh.wait_healthy()
     mesh.wait_idle()
