@@ -1,4 +1,8 @@
-/* Attention of a chunk of a prompt, by products of AVX512-BF16; absent without it. */
+/* Attention of a chunk of a prompt, by products of AVX512-BF16; absent without it.
+ *
+ * A vector holds the same of 16 queries: their scores for one key, or one element of what they get. So keys are read
+ * where they lie, and greatest and sum of a query's scores are those of a lane.
+ */
 #include "team.h"
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -17,34 +21,50 @@ int multiplies_bfloat16(void)
 #ifdef __AVX512BF16__
 
 enum {
-    TILE = 64,   /* keys, or elements of a head, that one product works out at a time */
-    TILES = 4,   /* of keys, whose scores are worked out before they weigh values */
-    ROWS = 6,    /* of queries in one product: with four vectors each they fill the registers */
-    BLOCK = 48,  /* queries of one task, a multiple of ROWS */
+    ROWS = 8,                /* keys, or elements of a head, of one product */
+    VECTORS = 3,             /* of queries: with so many each, the sums of all rows fill the registers */
+    BLOCK = VECTORS * LANES, /* queries of one task */
+    TILE = 256,              /* keys whose scores are worked out before they weigh values */
+    PACKED = 64,             /* values of one task to pack; all are multiples of ROWS */
+    AHEAD = 4096,            /* bytes: how far before their use keys are fetched from memory */
+    VALUES_AHEAD = 8192,     /* the same for values to pack */
 };
 
-#define EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5)
-#define EACH_CELL(X) X(0, 0) X(0, 1) X(0, 2) X(0, 3) X(1, 0) X(1, 1) X(1, 2) X(1, 3) X(2, 0) X(2, 1) X(2, 2) X(2, 3) \
-    X(3, 0) X(3, 1) X(3, 2) X(3, 3) X(4, 0) X(4, 1) X(4, 2) X(4, 3) X(5, 0) X(5, 1) X(5, 2) X(5, 3)
+static const float LEAST = -1e30f; /* far below any score, and far from overflow */
 
-/* c (ROWS, 64) = or += a times b: a has rows of pairs of bfloat16, b (pairs, columns) such pairs, `stride` apart.
+#define EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define EACH_CELL(X) X(0, 0) X(0, 1) X(0, 2) X(1, 0) X(1, 1) X(1, 2) X(2, 0) X(2, 1) X(2, 2) X(3, 0) X(3, 1) X(3, 2) \
+    X(4, 0) X(4, 1) X(4, 2) X(5, 0) X(5, 1) X(5, 2) X(6, 0) X(6, 1) X(6, 2) X(7, 0) X(7, 1) X(7, 2)
+
+/* c (ROWS, BLOCK) = or += a times b: a has pairs of bfloat16, `row_step` from row to row and `step` along one, b
+ * (pairs, BLOCK) such pairs. Of `vectors` vectors of columns; it and `adds` are constants wherever this is inlined.
+ * From `next` on as much as ROWS of a are is fetched from memory meanwhile; NULL for nothing.
  *
  * Every sum has a name: GCC writes those of an array to memory in every round. */
-INLINE void multiply(float *c, int64_t c_stride, const uint32_t *const *a, const uint32_t *b, int64_t stride, int64_t pairs,
-                     const int adds)
+INLINE void multiply(float *c, const uint32_t *a, int64_t row_step, int64_t step, const uint32_t *b, int64_t pairs,
+                     const char *next, const int vectors, const int adds)
 {
-#define ROW(r) const uint32_t *const a##r = a[r];
-#define BEGIN(r, i) __m512 sum##r##i = adds ? _mm512_loadu_ps(c + r * c_stride + i * LANES) : _mm512_setzero_ps();
-#define ADD(r, i) sum##r##i = _mm512_dpbf16_ps(sum##r##i, (__m512bh)_mm512_set1_epi32(a##r[p]), columns##i);
-#define END(r, i) _mm512_storeu_ps(c + r * c_stride + i * LANES, sum##r##i);
-    EACH_ROW(ROW)
+#define BEGIN(r, i) \
+    __m512 sum##r##i = adds && i < vectors ? _mm512_load_ps(c + r * BLOCK + i * LANES) : _mm512_setzero_ps();
+#define ADD(r, i)    \
+    if (i < vectors) \
+        sum##r##i = _mm512_dpbf16_ps(sum##r##i, row##r, columns##i);
+#define END(r, i)    \
+    if (i < vectors) \
+        _mm512_store_ps(c + r * BLOCK + i * LANES, sum##r##i);
     EACH_CELL(BEGIN)
-    for (int64_t p = 0; p < pairs; p++) {
-        const __m512bh columns0 = (__m512bh)_mm512_loadu_si512(b + p * stride);
-        const __m512bh columns1 = (__m512bh)_mm512_loadu_si512(b + p * stride + LANES);
-        const __m512bh columns2 = (__m512bh)_mm512_loadu_si512(b + p * stride + 2 * LANES);
-        const __m512bh columns3 = (__m512bh)_mm512_loadu_si512(b + p * stride + 3 * LANES);
-        EACH_CELL(ADD)
+    for (int64_t p = 0; p < pairs; p++, a += step, b += BLOCK) {
+        if (next) {
+            __builtin_prefetch(next);
+            next += ROWS * sizeof(uint32_t);
+        }
+        const __m512bh columns0 = (__m512bh)_mm512_load_si512(b);
+        const __m512bh columns1 = vectors > 1 ? (__m512bh)_mm512_load_si512(b + LANES) : columns0;
+        const __m512bh columns2 = vectors > 2 ? (__m512bh)_mm512_load_si512(b + 2 * LANES) : columns0;
+#define ROW(r)                                                            \
+    const __m512bh row##r = (__m512bh)_mm512_set1_epi32(a[r * row_step]); \
+    ADD(r, 0) ADD(r, 1) ADD(r, 2)
+        EACH_ROW(ROW)
     }
     EACH_CELL(END)
 #undef ROW
@@ -53,40 +73,65 @@ INLINE void multiply(float *c, int64_t c_stride, const uint32_t *const *a, const
 #undef END
 }
 
-/* 64 keys (n of them there, the rest 0) as (head_dim / 2, 64) pairs: neighbours in the head. */
-static void pack_keys(uint32_t *to, const bf16 *from, int n, int64_t head_dim)
-{
-    for (int key = 0; key < TILE; key++) {
-        const bf16 *row = from + key * head_dim;
-        for (int64_t p = 0; p < head_dim / 2; p++) {
-            uint32_t pair = 0;
-            if (key < n)
-                memcpy(&pair, row + 2 * p, sizeof pair);
-            to[p * TILE + key] = pair;
-        }
+/* For `vectors` vectors of queries: `score` gives their products with n keys, `mix` adds those of n weights and values.
+ *
+ * Functions of their own: inlined, GCC reads each column anew for every row, to keep other numbers in registers. */
+#define PRODUCTS(vectors)                                                                                              \
+    static __attribute__((noinline)) void score##vectors(float *scores, const bf16 *keys, const uint32_t *queries,     \
+                                                         int64_t head_dim, int64_t n)                                  \
+    {                                                                                                                  \
+        for (int64_t key = 0; key < n; key += ROWS, keys += ROWS * head_dim)                                           \
+            multiply(scores + key * BLOCK, (const uint32_t *)keys, head_dim / 2, 1, queries, head_dim / 2,             \
+                     (const char *)keys + AHEAD, vectors, 0);                                                          \
+    }                                                                                                                  \
+    static __attribute__((noinline)) void mix##vectors(float *mixed, const uint32_t *values, const uint32_t *weights,  \
+                                                       int64_t head_dim, int64_t n)                                    \
+    {                                                                                                                  \
+        for (int64_t i = 0; i < head_dim; i += ROWS)                                                                   \
+            multiply(mixed + i * BLOCK, values + i, 1, head_dim, weights, n / 2, NULL, vectors, 1);                    \
     }
+PRODUCTS(1)
+PRODUCTS(2)
+PRODUCTS(3)
+
+/* What is in the two halves of x in turn. */
+INLINE __m512i interleaved(__m512i x)
+{
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, x);
 }
 
-/* 64 values as (32, head_dim) pairs: neighbours in the sequence. */
+/* 16 pairs of bfloat16: `low` rounded and `high` rounded. */
+INLINE __m512i paired(__m512 low, __m512 high) { return interleaved((__m512i)_mm512_cvtne2ps_pbh(high, low)); }
+
+/* n values, and 0 for what is missing to whole ROWS, as (.., head_dim) pairs: neighbours in the sequence. */
 static void pack_values(uint32_t *to, const bf16 *from, int n, int64_t head_dim)
 {
-    for (int p = 0; p < TILE / 2; p++)
-        for (int64_t i = 0; i < head_dim; i++) {
-            const uint32_t low = 2 * p < n ? from[2 * p * head_dim + i] : 0;
-            const uint32_t high = 2 * p + 1 < n ? from[(2 * p + 1) * head_dim + i] : 0;
-            to[p * head_dim + i] = low | high << 16;
+    const __m256i none = _mm256_setzero_si256();
+    for (int at = 0; at < n || at % ROWS; at += 2, from += 2 * head_dim)
+        for (int64_t i = 0; i < head_dim; i += LANES, to += LANES) {
+            const bf16 *low = from + i, *high = low + head_dim;
+            __builtin_prefetch((const char *)low + VALUES_AHEAD);
+            __builtin_prefetch((const char *)high + VALUES_AHEAD);
+            const __m256i one = at < n ? _mm256_loadu_si256((const __m256i *)low) : none;
+            const __m256i other = at + 1 < n ? _mm256_loadu_si256((const __m256i *)high) : none;
+            _mm512_storeu_si512(to, interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(one), other, 1)));
         }
 }
 
-/* Rows of one block on their way: their queries, what they have seen, and room to work. */
+/* Queries of one task on their way: what they have seen, and room to work. Lanes beyond the last repeat it. */
 typedef struct {
-    const uint32_t *queries[BLOCK];
-    const uint32_t *weight_rows[BLOCK];
-    int64_t positions[BLOCK];
-    float most[BLOCK], total[BLOCK], shrink[BLOCK];
-    float scores[BLOCK][TILES * TILE] __attribute__((aligned(64)));
-    bf16 weights[BLOCK][TILES * TILE] __attribute__((aligned(64)));
-    float mixed[BLOCK * MAX_HEAD_DIM] __attribute__((aligned(64))); /* (BLOCK, head_dim) */
+    int64_t rows;
+    uint32_t queries[MAX_HEAD_DIM / 2 * BLOCK] __attribute__((aligned(64))); /* (head_dim / 2, BLOCK) pairs */
+    float scores[TILE * BLOCK] __attribute__((aligned(64)));                 /* (TILE, BLOCK) */
+    uint32_t weights[TILE / 2 * BLOCK] __attribute__((aligned(64)));         /* (TILE / 2, BLOCK) pairs of keys */
+    float mixed[MAX_HEAD_DIM * BLOCK] __attribute__((aligned(64)));          /* (head_dim, BLOCK) */
+    float most[BLOCK] __attribute__((aligned(64))), total[BLOCK] __attribute__((aligned(64)));
+    int32_t positions[BLOCK] __attribute__((aligned(64)));
+    int32_t froms[BLOCK] __attribute__((aligned(64))); /* where they are in q, in pairs */
+    int32_t tos[BLOCK] __attribute__((aligned(64)));   /* and where in out */
+    bf16 last_keys[ROWS * MAX_HEAD_DIM]; /* those after the last whole ROWS: behind them the context may end */
 } Block;
 
 /* 2 to the power of x <= 0, to within rounding of a bfloat16; 0 for what is below -127. */
@@ -98,97 +143,134 @@ INLINE __m512 power_of_two(__m512 x)
     return _mm512_scalef_ps(p, whole);
 }
 
-/* The scores of one row for n keys from `at` on become weights, relative to the greatest so far. `scaling` is that of
- * scores, positive, times the binary logarithm of e: weights are powers of two. */
-INLINE void weigh(Block *block, int row, int64_t at, int n, int64_t window, float scaling)
+/* Scores of n keys from `at` on that vector v's queries do not see become -inf. */
+INLINE void hide(Block *block, int v, int64_t at, int n, int64_t window)
 {
-    const int64_t position = block->positions[row];
-    const int end = position - at + 1 < n ? position - at + 1 : n;                           /* keys below it are seen */
-    const int first = window && position + 1 - window > at ? position + 1 - window - at : 0; /* and from here on */
-    float *scores = block->scores[row];
-    for (int key = 0; key < first; key++)
-        scores[key] = -INFINITY;
-    for (int key = end < 0 ? 0 : end; key < n; key++)
-        scores[key] = -INFINITY;
-    __m512 top = _mm512_set1_ps(block->most[row]);
-    for (int i = 0; i < n; i += LANES)
-        top = _mm512_max_ps(top, _mm512_load_ps(scores + i));
-    const float most = _mm512_reduce_max_ps(top), base = most == -INFINITY ? 0 : most * scaling;
-    block->shrink[row] = most == block->most[row] ? 1 : exp2f(block->most[row] * scaling - base);
-    block->most[row] = most;
-    __m512 total = _mm512_setzero_ps();
-    for (int i = 0; i < n; i += LANES) {
-        const __m512 w = power_of_two(_mm512_load_ps(scores + i) * scaling - base);
-        total += w;
-        const __m256bh rounded = _mm512_cvtneps_pbh(w);
-        memcpy(block->weights[row] + i, &rounded, sizeof rounded);
+    const __m512i positions = _mm512_load_si512(block->positions + v * LANES);
+    const __m512i first = _mm512_sub_epi32(positions, _mm512_set1_epi32(window ? window - 1 : INT32_MAX));
+    for (int key = 0; key < n; key++) {
+        float *scores = block->scores + key * BLOCK + v * LANES;
+        const __m512i position = _mm512_set1_epi32(at + key);
+        const __mmask16 seen = _mm512_cmple_epi32_mask(position, positions) & _mm512_cmpge_epi32_mask(position, first);
+        _mm512_store_ps(scores, _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), _mm512_load_ps(scores)));
     }
-    block->total[row] = block->total[row] * block->shrink[row] + _mm512_reduce_add_ps(total);
 }
 
-static void attend_block(Block *block, int rows, const uint32_t *keys, const uint32_t *values, int64_t window,
-                         int64_t head_dim, float scaling)
+/* The scores of vector v for n keys become weights, relative to the greatest so far; what was mixed by others shrinks.
+ * `scaling` is that of scores, positive, times the binary logarithm of e: weights are powers of two. */
+INLINE void weigh(Block *block, int v, int n, int64_t head_dim, float scaling)
 {
-    const int64_t tile_size = TILE * head_dim / 2;
-    const int64_t last = block->positions[rows - 1] / TILE, first_seen = block->positions[0] + 1 - window;
-    for (int64_t tile = window && first_seen > 0 ? first_seen / TILE : 0; tile <= last; tile += TILES) {
-        const int n = last - tile + 1 < TILES ? last - tile + 1 : TILES;
-        for (int t = 0; t < n; t++)
-            for (int r = 0; r < rows; r += ROWS)
-                multiply(block->scores[r] + t * TILE, TILES * TILE, block->queries + r, keys + (tile + t) * tile_size, TILE,
-                         head_dim / 2, 0);
-        for (int r = 0; r < rows; r++) {
-            weigh(block, r, tile * TILE, n * TILE, window, scaling);
-            if (block->shrink[r] != 1.0f)
-                for (int64_t i = 0; i < head_dim; i++)
-                    block->mixed[r * head_dim + i] *= block->shrink[r];
+    const float *scores = block->scores + v * LANES;
+    const __m512 before = _mm512_load_ps(block->most + v * LANES);
+    __m512 most = before, other = before;
+    for (int key = 0; key < n; key += 2) {
+        most = _mm512_max_ps(most, _mm512_load_ps(scores + key * BLOCK));
+        other = _mm512_max_ps(other, _mm512_load_ps(scores + (key + 1) * BLOCK));
+    }
+    most = _mm512_max_ps(most, other);
+    const __m512 base = most * scaling;
+    __m512 total = _mm512_load_ps(block->total + v * LANES);
+    if (_mm512_cmpneq_ps_mask(most, before)) {
+        const __m512 shrink = power_of_two(before * scaling - base);
+        total *= shrink;
+        for (int64_t i = 0; i < head_dim; i++)
+            *(__m512 *)(block->mixed + i * BLOCK + v * LANES) *= shrink;
+        _mm512_store_ps(block->most + v * LANES, most);
+    }
+    __m512 rest = _mm512_setzero_ps();
+    for (int key = 0; key < n; key += 2) {
+        const __m512 low = power_of_two(_mm512_load_ps(scores + key * BLOCK) * scaling - base);
+        const __m512 high = power_of_two(_mm512_load_ps(scores + (key + 1) * BLOCK) * scaling - base);
+        total += low;
+        rest += high;
+        _mm512_store_si512(block->weights + key / 2 * BLOCK + v * LANES, paired(low, high));
+    }
+    _mm512_store_ps(block->total + v * LANES, total + rest);
+}
+
+/* One head's keys and packed values, up to position `end`, where the block's last query is. */
+static void attend(Block *block, const Chunk *chunk, const bf16 *keys, const uint32_t *values, int64_t end)
+{
+    static void (*const scores[])(float *, const bf16 *, const uint32_t *, int64_t, int64_t) = {score1, score2, score3};
+    static void (*const mixes[])(float *, const uint32_t *, const uint32_t *, int64_t, int64_t) = {mix1, mix2, mix3};
+    const int64_t head_dim = chunk->head_dim, window = chunk->window, whole = end - end % ROWS;
+    const int64_t all_see = block->positions[0] + 1; /* of the keys, but for a window */
+    const int vectors = (block->rows + LANES - 1) / LANES;
+    memset(block->last_keys, 0, ROWS * head_dim * sizeof(bf16));
+    memcpy(block->last_keys, keys + whole * head_dim, (end - whole) * head_dim * sizeof(bf16));
+    for (int64_t at = window && all_see > window ? (all_see - window) / ROWS * ROWS : 0; at < end; at += TILE) {
+        const int there = whole - at < TILE ? whole - at : TILE, n = there < TILE && whole < end ? there + ROWS : there;
+        scores[vectors - 1](block->scores, keys + at * head_dim, block->queries, head_dim, there);
+        if (there < n)
+            scores[vectors - 1](block->scores + there * BLOCK, block->last_keys, block->queries, head_dim, ROWS);
+        for (int v = 0; v < vectors; v++) {
+            if (window || at + n > all_see)
+                hide(block, v, at, n, window);
+            weigh(block, v, n, head_dim, chunk->scaling * 1.44269504f);
         }
-        for (int64_t column = 0; column < head_dim; column += TILE)
-            for (int r = 0; r < rows; r += ROWS)
-                multiply(block->mixed + r * head_dim + column, head_dim, block->weight_rows + r, values + tile * tile_size + column,
-                         head_dim, n * TILE / 2, 1);
+        mixes[vectors - 1](block->mixed, values + at / 2 * head_dim, block->weights, head_dim, n);
+    }
+}
+
+/* Queries `token` onwards of one head, `n` with their groups. */
+static void begin(Block *block, const Chunk *chunk, int64_t head, int64_t token, int64_t n)
+{
+    const int64_t groups = chunk->groups, head_dim = chunk->head_dim, heads = chunk->kv_heads * groups;
+    for (int64_t r = 0; r < BLOCK; r++) {
+        const int64_t real = r < n ? r : n - 1, t = token + real / groups, g = head * groups + real % groups;
+        block->froms[r] = (t * chunk->q_stride + g * head_dim) / 2;
+        block->tos[r] = (t * heads + g) * head_dim / 2;
+        block->positions[r] = chunk->start + t;
+        block->most[r] = LEAST;
+        block->total[r] = 0;
+    }
+    for (int64_t p = 0; p < head_dim / 2; p++)
+        for (int v = 0; v < VECTORS; v++)
+            _mm512_store_si512(block->queries + p * BLOCK + v * LANES,
+                               _mm512_i32gather_epi32(_mm512_load_si512(block->froms + v * LANES),
+                                                      (const uint32_t *)chunk->q + p, sizeof(uint32_t)));
+    memset(block->mixed, 0, head_dim * BLOCK * sizeof(float));
+    block->rows = n;
+}
+
+/* What the block's queries got goes to where they belong. */
+static void finish(const Block *block, const Chunk *chunk)
+{
+    for (int64_t v = 0, left = block->rows; left > 0; v++, left -= LANES) {
+        const __mmask16 there = left < LANES ? (1u << left) - 1 : 0xffffu;
+        const __m512 share = 1.0f / _mm512_load_ps(block->total + v * LANES);
+        for (int64_t i = 0; i < chunk->head_dim; i += 2) {
+            const float *mixed = block->mixed + i * BLOCK + v * LANES;
+            const __m512i both = paired(_mm512_load_ps(mixed) * share, _mm512_load_ps(mixed + BLOCK) * share);
+            _mm512_mask_i32scatter_epi32((uint32_t *)chunk->out + i / 2, there,
+                                         _mm512_load_si512(block->tos + v * LANES), both, sizeof(uint32_t));
+        }
     }
 }
 
 void chunk_attention_share(const Chunk *chunk, uint32_t *room)
 {
-    const int64_t positions = chunk->start + chunk->tokens, tiles = (positions + TILE - 1) / TILE;
+    const int64_t positions = chunk->start + chunk->tokens, parts = (positions + PACKED - 1) / PACKED;
     const int64_t head_dim = chunk->head_dim, kv_heads = chunk->kv_heads, groups = chunk->groups;
-    const int64_t tile_size = TILE * head_dim / 2, head_size = tiles * tile_size;
-    uint32_t *const values_room = room + kv_heads * head_size;
+    const int64_t part_size = PACKED / 2 * head_dim;
     const int64_t block_tokens = BLOCK / groups, blocks = (chunk->tokens + block_tokens - 1) / block_tokens;
 #pragma omp for
-    for (int64_t task = 0; task < kv_heads * tiles; task++) {
-        const int64_t head = task / tiles, at = task % tiles * TILE;
-        const int n = positions - at < TILE ? positions - at : TILE;
-        pack_keys(room + task * tile_size, chunk->k + head * chunk->k_stride + at * head_dim, n, head_dim);
-        pack_values(values_room + task * tile_size, chunk->v + head * chunk->v_stride + at * head_dim, n, head_dim);
+    for (int64_t task = 0; task < kv_heads * parts; task++) {
+        const int64_t head = task / parts, at = task % parts * PACKED;
+        pack_values(room + task * part_size, chunk->v + head * chunk->v_stride + at * head_dim,
+                    positions - at < PACKED ? positions - at : PACKED, head_dim);
     }
     Block block;
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < kv_heads * blocks; task++) {
-        /* The longest rows first: no thread is left with one at the end. */
-        const int64_t head = task % kv_heads, token = (blocks - 1 - task / kv_heads) * block_tokens;
-        const int64_t n = (chunk->tokens - token < block_tokens ? chunk->tokens - token : block_tokens) * groups;
-        const int rows = (n + ROWS - 1) / ROWS * ROWS;
-        for (int64_t r = 0; r < rows; r++) {
-            const int64_t real = r < n ? r : n - 1, t = token + real / groups, g = head * groups + real % groups;
-            block.queries[r] = (const uint32_t *)(chunk->q + t * chunk->q_stride + g * head_dim);
-            block.weight_rows[r] = (const uint32_t *)block.weights[r];
-            block.positions[r] = chunk->start + t;
-            block.most[r] = -INFINITY;
-            block.total[r] = 0;
-            memset(block.mixed + r * head_dim, 0, head_dim * sizeof(float));
-        }
-        attend_block(&block, rows, room + head * head_size, values_room + head * head_size, chunk->window, head_dim,
-                     chunk->scaling * 1.44269504f);
-        for (int64_t r = 0; r < n; r++) {
-            const int64_t t = token + r / groups, g = head * groups + r % groups;
-            bf16 *to = chunk->out + (t * kv_heads * groups + g) * head_dim;
-            const float share = 1.0f / block.total[r];
-            for (int64_t i = 0; i < head_dim; i += LANES)
-                store(to + i, *(floats *)(block.mixed + r * head_dim + i) * share);
-        }
+        /* Head by head: a cache has room for the keys and values of one. Each one's longest first: no thread is left
+         * with one at the end. */
+        const int64_t head = task / blocks, token = (blocks - 1 - task % blocks) * block_tokens;
+        const int64_t tokens = chunk->tokens - token < block_tokens ? chunk->tokens - token : block_tokens;
+        begin(&block, chunk, head, token, tokens * groups);
+        attend(&block, chunk, chunk->k + head * chunk->k_stride, room + head * parts * part_size,
+               chunk->start + token + tokens);
+        finish(&block, chunk);
     }
 }
 

@@ -172,8 +172,8 @@ class Kernels:
 
 
 def chunk_room(kv_heads: int, positions: int, head_dim: int) -> torch.Tensor:
-    """Where attention of a chunk has K and V of all *positions* in another order."""
-    return torch.empty(2 * kv_heads * -(-positions // _TILE) * _TILE * head_dim, dtype=torch.bfloat16)
+    """Where attention of a chunk has V of all *positions* in another order."""
+    return torch.empty(kv_heads * -(-positions // _TILE) * _TILE * head_dim, dtype=torch.bfloat16)
 
 
 def _scaling(call: LayerCall) -> float:

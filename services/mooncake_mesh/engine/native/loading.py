@@ -84,8 +84,10 @@ def _check(kernels: Kernels) -> None:
     row = torch.cat((pages[2], pages[0], pages[1]), dim=2).transpose(2, 3)
     _same("copy_pages", copied, row[:, :, :, 3:43])
     if kernels.multiplies:
-        call = LayerCall(layer=0, q=q, k=k[None], v=v[None], scaling=None, window=None, other={})
-        _same("chunk_attention", kernels.chunk_attention(call, k[None], v[None]), theirs)
+        for n in (8, 16, 70):  # one, two and three vectors of queries, as for the rows of a product below
+            first = q[:, :, :n], k[None, :, :n], v[None, :, :n]
+            call = LayerCall(layer=0, q=first[0], k=first[1], v=first[2], scaling=None, window=None, other={})
+            _same("chunk_attention", kernels.chunk_attention(call, *first[1:]), theirs[:, :n])
         many, matrix = some(30, 64), some(40, 64)
         packed = PackedWeights(kernels.library, matrix, None)
         for n in range(1, len(many) + 1):  # the compiler made a loop of its own for each number of rows

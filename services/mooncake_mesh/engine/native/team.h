@@ -29,7 +29,7 @@ void token_attention_share(const Tokens *tokens, int64_t layer, int64_t window, 
  *
  * q: (tokens, kv_heads * groups, head_dim), tokens q_stride elements apart; k and v: (kv_heads, .., head_dim), heads
  * k_stride and v_stride apart; head_dim a multiple of 64. out: (tokens, kv_heads * groups, head_dim).
- * room: for K and V of all positions, rounded up to 64, in another order. */
+ * room: for V of all positions, rounded up to 64, in another order. */
 typedef struct {
     const bf16 *q, *k, *v;
     int64_t q_stride, k_stride, v_stride;
