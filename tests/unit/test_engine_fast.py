@@ -181,7 +181,7 @@ def _output(loaded: LoadedModel) -> Any:
         def attend(self, call: LayerCall) -> Any:
             return chunk_attention(call, call.k, call.v, None)
 
-        def places(self) -> None:
+        def places(self, layer: int, end: int) -> None:
             """None: this is a chunk."""
 
     with torch.inference_mode(), attention_pass(Plain()):
@@ -274,7 +274,7 @@ def test_a_forward_has_the_threads_that_it_is_given_in_each_layer() -> None:
             seen.append(torch.get_num_threads())
             return call.q
 
-        def places(self) -> None:
+        def places(self, layer: int, end: int) -> None:
             seen.append(torch.get_num_threads())
 
     before = torch.get_num_threads()
@@ -282,7 +282,7 @@ def test_a_forward_has_the_threads_that_it_is_given_in_each_layer() -> None:
         attention = SharingPass(Layers(), cores)
         call, _, _ = _call(2, 3, torch.float32)
         attention.attend(call)
-        assert attention.places() is None
+        assert attention.places(0, 2) is None
         attention.attend(call)
     finally:
         torch.set_num_threads(before)

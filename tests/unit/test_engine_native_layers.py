@@ -1,7 +1,7 @@
 """Products and layers in C are those of transformers, whatever else is in the batch."""
 
 import copy
-import mmap
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: 
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer  # noqa: E402
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer  # noqa: E402
 
+from mooncake_mesh.config_layerwise import Overlap  # noqa: E402
 from mooncake_mesh.engine.attention import IMPLEMENTATION, KernelDecodePass, PrefillPass, attention_pass  # noqa: E402
 from mooncake_mesh.engine.attention_kernels import LayerCall, chunk_attention  # noqa: E402
-from mooncake_mesh.engine.contexts import KeptContext  # noqa: E402
+from mooncake_mesh.engine.contexts import ContextCache, KeptContext  # noqa: E402
+from mooncake_mesh.engine.copying import CopyThread  # noqa: E402
 from mooncake_mesh.engine.kv_storage import ArenaPages, Span  # noqa: E402
+from mooncake_mesh.engine.layer_loading import ChunkContexts, PrefixLoads  # noqa: E402
 from mooncake_mesh.engine.native import weight_memory  # noqa: E402
 from mooncake_mesh.engine.native.kernels import Kernels  # noqa: E402
 from mooncake_mesh.engine.native.layers import NativeLayer, NativeLayers, fits  # noqa: E402
@@ -27,6 +30,7 @@ from mooncake_mesh.engine.native.loading import load  # noqa: E402
 from mooncake_mesh.engine.native.places import TokenPlaces  # noqa: E402
 from mooncake_mesh.engine.native.products import NativeLinear, PackedWeights, multiplied  # noqa: E402
 from mooncake_mesh.engine.native.weight_memory import WeightMemory  # noqa: E402
+from mooncake_mesh.kv.layers import LayerRange  # noqa: E402
 from mooncake_mesh.kv.layout import KvDtype, KvLayout  # noqa: E402
 
 
@@ -103,13 +107,6 @@ def test_weights_lie_apart_each_at_the_start_of_a_line(monkeypatch: pytest.Monke
     assert parts[3].data_ptr() % (2 << 20) == 0, "one that has no room in a slab has its own"
 
 
-def test_without_large_pages_there_are_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    part = WeightMemory().empty((4, 4), torch.bfloat16)
-    part.fill_(2)
-    assert float(part.sum()) == 32
-
-
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 SIZES: dict[str, Any] = {
@@ -152,7 +149,7 @@ class Own:
         assert (call.layer, call.scaling) == (0, 0.125)
         return chunk_attention(call, call.k, call.v, None)
 
-    def places(self) -> None:
+    def places(self, layer: int, end: int) -> None:
         """None: this is a chunk."""
 
 
@@ -210,7 +207,7 @@ def test_a_sequences_step_is_the_same_in_every_batch(kernels: Kernels) -> None:
         def attend(self, call: LayerCall) -> Any:
             raise AssertionError("a step's layers attend by themselves")
 
-        def places(self) -> TokenPlaces:
+        def places(self, layer: int, end: int) -> TokenPlaces:
             return self._places
 
     def step(chosen: Sequence[int]) -> Any:
@@ -260,12 +257,77 @@ def test_layers_ask_for_places_again_every_few(kernels: Kernels) -> None:
             asked.append(f"layer {call.layer}")
             return chunk_attention(call, call.k, call.v, None)
 
-        def places(self) -> None:
-            asked.append("places")
+        def places(self, layer: int, end: int) -> None:
+            asked.append(f"places of {layer} to {end}")
 
     with attention_pass(Chunk()):
         layers(some(1, 5, 128), position_embeddings=sines(1, 5))
-    assert asked == ["places", *(f"layer {n}" for n in range(6)), "places", "layer 6", "layer 7"]
+    assert asked == ["places of 0 to 6", *(f"layer {n}" for n in range(6)), "places of 6 to 8", "layer 6", "layer 7"]
+
+
+@pytest.mark.parametrize("layer_budget", [0, 3])
+@pytest.mark.parametrize("least_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("overlap", Overlap)
+def test_a_chunk_whose_prefix_is_on_its_way_is_that_behind_one_which_is_there(
+    overlap: Overlap, least_bytes: int, layer_budget: int, kernels: Kernels
+) -> None:
+    """In a context of its own, or in a window of three layers."""
+    start, end = 128, 165
+    layout = KvLayout(layers=8, kv_heads=2, head_dim=64, dtype=KvDtype.BFLOAT16, block_tokens=4)
+    pages = ArenaPages(layout, kernels)
+    pages.bind(memoryview(bytearray(50 * layout.block_bytes)))
+    span = Span(sequence="s", blocks=list(range(45))[::-1], start=start, end=end)
+    there = KeptContext(some(8, 2, 2, end, 64), start, 0)
+    there.open(start, end)
+    pages.write_layers(0, span.blocks, 0, there.kv[:, :, :, :start])
+    layers = NativeLayers([NativeLayer(kernels.library, made("llama", index).bfloat16()) for index in range(8)])
+    x, embeddings = some(1, end - start, 128), sines(1, end - start)
+    with attention_pass(PrefillPass(span, there, lambda _, __: None, kernels)):
+        expected = layers(x, position_embeddings=embeddings)
+    stored: list[int] = []
+    chunks = ChunkContexts(
+        pages,
+        ContextCache(pages, torch.device("cpu"), 1 << 30),
+        LayerRange.whole(8),
+        torch.device("cpu"),
+        CopyThread(overlap, least_bytes),
+        layer_budget=layer_budget,
+    )
+    with (
+        chunks.open(span, stored.append) as chunk,
+        attention_pass(PrefillPass(span, chunk.context, chunk.stores.store, kernels)),
+    ):
+        assert torch.equal(layers(x, position_embeddings=embeddings), expected)
+    assert stored == list(range(8))
+    in_arena = torch.empty_like(there.kv)
+    pages.read_all(span.blocks, 0, end, in_arena)
+    assert torch.equal(in_arena, there.kv)
+
+
+def test_of_a_prefix_on_its_way_those_layers_are_computed_that_are_there(kernels: Kernels) -> None:
+    """The first is waited for; who computes does not wait for more."""
+    context = KeptContext(some(8, 2, 2, 20, 64), 0, 0)
+    copies, go_on = CopyThread(Overlap.ON), threading.Event()
+    layout = KvLayout(layers=8, kv_heads=2, head_dim=64, dtype=KvDtype.BFLOAT16, block_tokens=4)
+    pages = ArenaPages(layout, kernels)
+    pages.bind(memoryview(bytearray(5 * layout.block_bytes)))
+    span = Span(sequence="s", blocks=range(5), start=16, end=20)
+
+    def hold_up() -> None:
+        go_on.wait(10)
+
+    def place(layer: int) -> Any:
+        if layer == 5:
+            copies.run(hold_up, 0)
+        return context.kv[layer, :, :, :16]
+
+    loads = PrefixLoads(copies, pages, span, LayerRange.whole(8), place, start=0, ahead=4)
+    copies.run(lambda: None, 0).outcome().result(10)
+    assert loads.need_some(0, 3) == 3, "not more than asked for"
+    assert loads.need_some(3, 8) == 5, "the copy of layer 5 has not begun"
+    go_on.set()
+    assert loads.need_some(5, 8) in (6, 7, 8)
+    loads.abandon()
 
 
 def test_a_layer_with_other_numbers_does_not_fit(tmp_path: Path) -> None:

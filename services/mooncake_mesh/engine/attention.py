@@ -9,6 +9,7 @@ builds nothing, for the mask follows from the positions that a pass knows.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -31,9 +32,9 @@ class AttentionPass(Protocol):
     def attend(self, call: LayerCall) -> torch.Tensor:
         """(batch, tokens, heads, head_dim)"""
 
-    def places(self) -> Places | None:
-        """Where the next layers, if they can, put their K and V themselves, and attend; None where they call
-        :meth:`attend` each."""
+    def places(self, layer: int, end: int) -> Places | None:
+        """Where *layer* and the next ones before *end* put their K and V themselves, and attend, if they can; None
+        where they call :meth:`attend` each."""
 
 
 _current: ContextVar[AttentionPass] = ContextVar("mooncake_attention_pass")
@@ -97,9 +98,9 @@ class SharingPass:
         self._share()
         return self._inner.attend(call)
 
-    def places(self) -> Places | None:
+    def places(self, layer: int, end: int) -> Places | None:
         self._share()
-        return self._inner.places()
+        return self._inner.places(layer, end)
 
     def _share(self) -> None:
         self._cores.begin()
@@ -135,15 +136,14 @@ class PrefillPass:
         first = 0 if call.window is None else max(0, span.start + 1 - call.window)
         return chunk_attention(call, k[:, :, first:], v[:, :, first:], self._mask(call, first))
 
-    def places(self) -> ChunkPlace | None:
-        context = self._context
-        if self._kernels is None or not self._kernels.multiplies or not isinstance(context, KeptContext):
+    def places(self, layer: int, end: int) -> ChunkPlace | None:
+        if self._kernels is None or not self._kernels.multiplies:
             return None
-
-        def wrote(first: int, end: int) -> None:
-            self._store(context.first_layer + first, context.written(first, end))
-
-        return ChunkPlace(context=context.kv, start=self._span.start, wrote=wrote)
+        context, start = self._context.writable(layer, end), self._span.start
+        if context is None:
+            return None
+        written = context[:, :, :, start : self._span.end]
+        return ChunkPlace(context=context, start=start, wrote=partial(self._store, layer, written))
 
     def _mask(self, call: LayerCall, first: int) -> torch.Tensor | None:
         """0 where a token sees a position, -inf elsewhere; None where plain causality is all. Equal for most layers."""
@@ -181,7 +181,7 @@ class DecodePass:
             attended.append(token_attention(query, k, v, call.scaling))
         return torch.cat(attended).view(batch, 1, heads, head_dim)
 
-    def places(self) -> None:
+    def places(self, layer: int, end: int) -> None:
         """They need not all be contexts."""
 
     def store(self) -> None:
@@ -203,7 +203,7 @@ class KernelDecodePass:
     def attend(self, call: LayerCall) -> torch.Tensor:
         return self._kernels.token_attention(call, self._places)
 
-    def places(self) -> TokenPlaces:
+    def places(self, layer: int, end: int) -> TokenPlaces:
         return self._places
 
     def store(self) -> None:

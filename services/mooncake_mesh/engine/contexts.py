@@ -36,6 +36,10 @@ class Context(Protocol):
     def extend(self, layer: int, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add *kv* (2, kv_heads, end - start, head_dim); K and V (1, kv_heads, end, head_dim) of all positions."""
 
+    def writable(self, layer: int, end: int) -> torch.Tensor | None:
+        """*layer* and perhaps more before layer *end*, their prefix in place: (layers, 2, kv_heads, capacity,
+        head_dim). The caller writes the forward's positions itself. None where each must be extended."""
+
 
 class KeptContext:
     """A context kept between steps: ``kv`` (layers, 2, kv_heads, capacity, head_dim), the first ``length`` valid.
@@ -72,9 +76,8 @@ class KeptContext:
         self._values = self.kv[:, 1:2, :, :end].unbind(0)
         self._new = self.kv[:, :, :, start:end].unbind(0)
 
-    def written(self, first: int, end: int) -> torch.Tensor:
-        """What its layers *first* to *end*, counted from its own first, got in this forward."""
-        return self.kv[first:end, :, :, slice(*self._span)]
+    def writable(self, layer: int, end: int) -> torch.Tensor:
+        return self.kv[layer - self.first_layer : end - self.first_layer]
 
     def extend(self, layer: int, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._new:
@@ -101,6 +104,9 @@ class _Gathered:
             self._arena.read_layer(layer, self._block_ids, self._start, self._kv[:, 0, :, : self._start])
         self._kv[:, 0, :, self._start :] = kv
         return self._kv[0], self._kv[1]
+
+    def writable(self, layer: int, end: int) -> None:
+        """The next layer has the same place."""
 
 
 class Filling(Protocol):

@@ -101,6 +101,13 @@ class PrefixLoads:
         self._load_to(layer + self._ahead)
         self._loads.popleft().finish()
 
+    def need_some(self, layer: int, end: int) -> int:
+        """Wait for *layer*'s, and take what is there of those behind it: the first layer, up to *end*, that is not."""
+        self.need(layer)
+        while (layer := layer + 1) < end and self._loads and self._loads[0].is_done:
+            self.need(layer)
+        return layer
+
     def abandon(self) -> None:
         """End those that are under way: nothing reads the arena after this."""
         for load in self._loads:
@@ -129,6 +136,9 @@ class _Loading:
     def extend(self, layer: int, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._loads.need(layer)
         return self._kept.extend(layer, kv)
+
+    def writable(self, layer: int, end: int) -> torch.Tensor | None:
+        return self._kept.writable(layer, self._loads.need_some(layer, end))
 
 
 class LayerWindow:
@@ -178,6 +188,9 @@ class _Windowed:
         slot = self._window.slot(layer, self._span.end)
         slot[:, :, self._span.start :] = kv
         return slot[None, 0], slot[None, 1]
+
+    def writable(self, layer: int, end: int) -> None:
+        """What is stored must not change, and the slot is soon another layer's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

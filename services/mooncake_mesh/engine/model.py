@@ -285,7 +285,7 @@ class _Probe:
         self._layout = layout
         self.layers: list[int] = []
 
-    def places(self) -> None:
+    def places(self, layer: int, end: int) -> None:
         """No step is probed."""
 
     def attend(self, call: LayerCall) -> torch.Tensor:

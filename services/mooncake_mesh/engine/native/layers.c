@@ -108,8 +108,8 @@ static void keep_share(const Shape *shape, const Rows *rows, bf16 *k, bf16 *v, i
         }
 }
 
-/* The same for a chunk of one sequence, at positions `start` onwards. context: (layers, K or V, kv_heads, capacity,
- * head_dim); room as in chunk_attention_share. */
+/* The same for a chunk of one sequence, at positions `start` onwards. context: (end - first, K or V, kv_heads,
+ * capacity, head_dim); room as in chunk_attention_share. */
 void chunk_layers(const Shape *shape, const Layer *layers, int64_t first, int64_t end, const Rows *rows, bf16 *context,
                   int64_t capacity, int64_t start, uint32_t *room, int threads)
 {
@@ -117,7 +117,7 @@ void chunk_layers(const Shape *shape, const Layer *layers, int64_t first, int64_
 #pragma omp parallel num_threads(threads) if (threads > 1)
     for (int64_t index = first; index < end; index++) {
         const Layer *layer = layers + index;
-        bf16 *k = context + 2 * index * side, *v = k + side;
+        bf16 *k = context + 2 * (index - first) * side, *v = k + side;
         before_attention_share(shape, layer, rows);
         keep_share(shape, rows, k, v, capacity, start);
         chunk_attention_share(

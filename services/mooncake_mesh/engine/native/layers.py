@@ -47,7 +47,7 @@ class NativeLayer(nn.Module):
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.library = library
-        self._index: int = attention.layer_idx
+        self.index: int = attention.layer_idx
         self._window: int | None = getattr(attention, "sliding_window", None) or None
         self._weights = _Weights(
             norm=layer.input_layernorm.weight.detach(),
@@ -101,7 +101,7 @@ class NativeLayer(nn.Module):
     def _call(self, way: "_Way") -> LayerCall:
         heads, turned = self.shape.heads, self.shape.heads + self.shape.kv_heads
         return LayerCall(
-            layer=self._index,
+            layer=self.index,
             q=way.qkv[:, :, :heads].transpose(1, 2),
             k=way.qkv[:, :, heads:turned].transpose(1, 2),
             v=way.qkv[:, :, turned:].transpose(1, 2),
@@ -123,17 +123,20 @@ class NativeLayers(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *, position_embeddings: Sines, **_: Any) -> torch.Tensor:
         way, running = _Way(hidden_states, position_embeddings, self._shape), running_pass()
         at_once = max(1, min(_AT_ONCE, _TOKENS_AT_ONCE // way.struct.m))
-        for first in range(0, len(self._layers), at_once):
+        first, zeroth = 0, self._layers[0].index
+        while first < len(self._layers):
             end = min(first + at_once, len(self._layers))
-            match running.places():
+            match running.places(zeroth + first, zeroth + end):
                 case TokenPlaces() as places:
                     self._decode(way, places, first, end)
                 case ChunkPlace() as place:
+                    end = first + len(place.context)
                     self._compute(way, place, first, end)
-                    place.wrote(first, end)
+                    place.wrote()
                 case None:
                     for layer in self._layers[first:end]:
                         layer.pass_on(way)
+            first = end
         return way.hidden
 
     def _decode(self, way: "_Way", places: TokenPlaces, first: int, end: int) -> None:

@@ -24,14 +24,13 @@ class TokenPlaces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlace:
-    """Where positions ``start`` onwards of one sequence go: ``context`` (layers, 2, kv_heads, capacity, head_dim).
-
-    It has all before. *wrote(first, end)* is to be called for layers that have theirs there, in order.
+    """Where positions ``start`` onwards of one sequence go: ``context`` (layers, 2, kv_heads, capacity, head_dim) is
+    that of the next layers, one or some. It has all before. *wrote* is to be called when theirs are there.
     """
 
     context: torch.Tensor
     start: int
-    wrote: Callable[[int, int], None]
+    wrote: Callable[[], None]
 
 
 Places = TokenPlaces | ChunkPlace
