@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Final
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from mooncake_mesh.engine.contexts import Context, ContextCache
 from mooncake_mesh.engine.copying import Copy, CopyThread
 from mooncake_mesh.engine.kv_storage import ArenaPages, Span, torch_dtype
+from mooncake_mesh.engine.large_pages import in_large_pages
 from mooncake_mesh.kv.layers import LayerRange
 
 _AHEAD_LAYERS: Final = 2
@@ -166,7 +168,13 @@ class LayerWindow:
             self._slot_tokens = -(-tokens // _SLOT_TOKENS) * _SLOT_TOKENS
             self._storage = torch.empty(0)  # first: the old and the new ones are more than the budget
             shape = (self._n_slots, 2 * self._layout.kv_heads * self._slot_tokens * self._layout.head_dim)
-            self._storage = torch.empty(shape, dtype=torch_dtype(self._layout.dtype), device=self._device)
+            self._storage = self._empty(shape)
+
+    def _empty(self, shape: tuple[int, int]) -> torch.Tensor:
+        dtype = torch_dtype(self._layout.dtype)
+        if self._device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        return in_large_pages(prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def slot(self, layer: int, tokens: int) -> torch.Tensor:
         """That of *layer* and of every *n_slots*-th one: (2, kv_heads, tokens, head_dim), contiguous."""
