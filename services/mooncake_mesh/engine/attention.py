@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from mooncake_mesh.engine.api import Cores
 from mooncake_mesh.engine.attention_kernels import LayerCall, causal_attention, chunk_attention, token_attention
-from mooncake_mesh.engine.contexts import Context, KeptContext
+from mooncake_mesh.engine.contexts import Context, KeptContext, kept_contexts
 from mooncake_mesh.engine.kv_storage import ArenaPages, Span
 from mooncake_mesh.engine.native.kernels import Kernels
 from mooncake_mesh.engine.native.places import ChunkPlace, Places, TokenPlaces
@@ -162,7 +162,7 @@ class DecodePass:
     def __init__(self, arena: ArenaPages, spans: Sequence[Span], contexts: Sequence[Context]) -> None:
         self._arena = arena
         self._contexts = contexts
-        self._blocks, self._offsets = _token_places(arena, spans)
+        self._blocks, self._offsets = token_places(arena, spans)
         self._written: list[torch.Tensor] = []
 
     def attend(self, call: LayerCall) -> torch.Tensor:
@@ -198,7 +198,7 @@ class KernelDecodePass:
         self._arena = arena
         self._places = TokenPlaces([context.kv for context in contexts], [span.start for span in spans])
         self._kernels = kernels
-        self._blocks, self._offsets = _token_places(arena, spans)
+        self._blocks, self._offsets = token_places(arena, spans)
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         return self._kernels.token_attention(call, self._places)
@@ -215,13 +215,13 @@ def decode_pass(
     arena: ArenaPages, spans: Sequence[Span], contexts: Sequence[Context], kernels: Kernels | None
 ) -> DecodePass | KernelDecodePass:
     """The faster pass that serves all of *contexts*."""
-    kept = [context for context in contexts if isinstance(context, KeptContext)]
-    if kernels is None or len(kept) < len(contexts):
+    kept = kept_contexts(contexts)
+    if kernels is None or kept is None:
         return DecodePass(arena, spans, contexts)
     return KernelDecodePass(arena, spans, kept, kernels)
 
 
-def _token_places(arena: ArenaPages, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+def token_places(arena: ArenaPages, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
     """The block of each span's one token, and its place in there."""
     block_tokens = arena.layout.block_tokens
     return (

@@ -87,6 +87,12 @@ class KeptContext:
         return self._keys[index], self._values[index]
 
 
+def kept_contexts(contexts: Sequence[Context]) -> list[KeptContext] | None:
+    """All of *contexts*, if each is kept."""
+    kept = [context for context in contexts if isinstance(context, KeptContext)]
+    return kept if len(kept) == len(contexts) else None
+
+
 class _Gathered:
     """No room to keep it: gathers the prefix from the pages for every layer."""
 

@@ -6,18 +6,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from mooncake_mesh.config_layerwise import Overlap
+from mooncake_mesh.engine.streams import HostStreams, Mark, Streams
 
 
 class Copy:
     """One copy, perhaps under way on another thread."""
 
-    def __init__(self, copy: Callable[[], None], thread: ThreadPoolExecutor | None) -> None:
+    def __init__(self, copy: Callable[[], None], future: Future[None] | None) -> None:
+        """*future* is that of the thread which makes it; None for one that is made."""
         self._copy = copy
-        self._future: Future[None] | None = None
-        if thread is None:
-            copy()
-        else:
-            self._future = thread.submit(_inferring, copy)
+        self._future = future
 
     @property
     def is_done(self) -> bool:
@@ -61,11 +59,12 @@ class CopyThread:
     *overlap* all of them.
 
     To hand over a copy takes longer than to make a small one: it wakes a thread, which needs the interpreter and a core
-    that the computation may be using.
+    that the computation may be using. On a device a copy begins when what was asked of it before is done.
     """
 
-    def __init__(self, overlap: Overlap, least_bytes: int = 0) -> None:
+    def __init__(self, overlap: Overlap, least_bytes: int = 0, streams: Streams | None = None) -> None:
         self._least_bytes = least_bytes
+        self._streams = streams or HostStreams()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copy") if overlap is Overlap.ON else None
         if self._thread is not None:
             _keep_alone(self._thread)
@@ -76,7 +75,15 @@ class CopyThread:
 
     def run(self, copy: Callable[[], None], n_bytes: int) -> Copy:
         """*copy* copies *n_bytes*."""
-        return Copy(copy, self._thread if n_bytes >= self._least_bytes else None)
+        if self._thread is None or n_bytes < self._least_bytes:
+            copy()
+            return Copy(copy, None)
+        return Copy(copy, self._thread.submit(self._make, copy, self._streams.mark()))
+
+    def _make(self, copy: Callable[[], None], mark: Mark) -> None:
+        """Inference mode is a thread's own, and tensors that were made in it may be changed in it only."""
+        with torch.inference_mode(), self._streams.beside(mark):
+            copy()
 
 
 def _keep_alone(thread: ThreadPoolExecutor) -> None:
@@ -94,9 +101,3 @@ def _keep_alone(thread: ThreadPoolExecutor) -> None:
 def _use_one_core() -> None:
     torch.get_num_threads()  # or else the first operation sets what was set for others
     torch.set_num_threads(1)
-
-
-def _inferring(copy: Callable[[], None]) -> None:
-    """Inference mode is a thread's own, and tensors that were made in it may be changed in it only."""
-    with torch.inference_mode():
-        copy()

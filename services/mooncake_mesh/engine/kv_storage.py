@@ -11,6 +11,8 @@ from typing import Final, Protocol
 import torch
 
 from mooncake_mesh.engine.page_copies import read_positions, write_positions
+from mooncake_mesh.engine.staging import Staging
+from mooncake_mesh.engine.streams import HostStreams
 from mooncake_mesh.errors import InvariantViolated
 from mooncake_mesh.kv.layout import KvDtype, KvLayout
 from mooncake_proto.ids import BlockKey
@@ -36,11 +38,13 @@ class PageKernels(Protocol):
 
 class ArenaPages:
     """The arena as a tensor (blocks, layers, K or V, block_tokens, kv_heads, head_dim) on the host. What *kernels* can
-    copy they do: torch takes a call for each block that does not lie behind the one before, with the interpreter."""
+    copy they do: torch takes a call for each block that does not lie behind the one before, with the interpreter. From
+    and to a device all goes by *staging*."""
 
-    def __init__(self, layout: KvLayout, kernels: PageKernels | None = None) -> None:
+    def __init__(self, layout: KvLayout, kernels: PageKernels | None = None, staging: Staging | None = None) -> None:
         self.layout = layout
         self._kernels = kernels
+        self._staging = staging or Staging(HostStreams())
         self._pages: torch.Tensor | None = None
 
     def bind(self, arena: memoryview) -> None:
@@ -62,6 +66,11 @@ class ArenaPages:
 
     def write_layers(self, first_layer: int, blocks: Sequence[int], start: int, kv: torch.Tensor) -> None:
         """Write *kv* (layers, 2, kv_heads, tokens, head_dim) at positions *start* onwards of a sequence."""
+        if not kv.is_cpu:
+            self._staging.write(
+                kv, lambda index, rows: self.write_layers(first_layer + index, blocks, start, rows[None])
+            )
+            return
         if (kernels := self._kernels_for(kv)) is not None:
             kernels.write_pages(self.pages, first_layer, blocks, start, kv)
             return
@@ -70,7 +79,9 @@ class ArenaPages:
 
     def read_positions(self, layer: int, blocks: Sequence[int], start: int, end: int, out: torch.Tensor) -> None:
         """Copy one layer of positions *start* to *end* into *out* (2, kv_heads, end - start, head_dim)."""
-        if (kernels := self._kernels_for(out)) is not None:
+        if not out.is_cpu:
+            self._staging.read(out[None], lambda _, rows: self.read_positions(layer, blocks, start, end, rows))
+        elif (kernels := self._kernels_for(out)) is not None:
             kernels.read_pages(self.pages, layer, blocks, start, out[None])
         else:
             read_positions(self.pages, layer, blocks, start, end, out)
@@ -84,6 +95,11 @@ class ArenaPages:
 
         *out* has the layers from *first_layer* on, as many as it has room for.
         """
+        if not out.is_cpu:
+            self._staging.read(
+                out, lambda index, rows: self.read_positions(first_layer + index, blocks, start, end, rows)
+            )
+            return
         if (kernels := self._kernels_for(out)) is not None:
             kernels.read_pages(self.pages, first_layer, blocks, start, out)
             return
@@ -93,7 +109,7 @@ class ArenaPages:
             index, offset = divmod(position, block_tokens)
             count = min(block_tokens - offset, end - position)
             piece = pages[blocks[index], :, :, offset : offset + count].transpose(2, 3)
-            out[:, :, :, position - start : position - start + count] = piece.to(out.device)
+            out[:, :, :, position - start : position - start + count] = piece
             position += count
 
     def _kernels_for(self, rows: torch.Tensor) -> PageKernels | None:

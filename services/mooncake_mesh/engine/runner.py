@@ -5,31 +5,46 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import structlog
 import torch
 
 from mooncake_mesh.config_layerwise import LayerwiseConfig
 from mooncake_mesh.engine.api import Cores, DecodeSlot, Drawn, ModelSpec, PrefillChunk, TokenArray, TokenizerFile
-from mooncake_mesh.engine.attention import AttentionPass, PrefillPass, SharingPass, attention_pass, decode_pass
-from mooncake_mesh.engine.contexts import ContextCache
+from mooncake_mesh.engine.attention import (
+    AttentionPass,
+    PrefillPass,
+    SharingPass,
+    attention_pass,
+    decode_pass,
+    token_places,
+)
+from mooncake_mesh.engine.contexts import Context, ContextCache, KeptContext, kept_contexts
 from mooncake_mesh.engine.copying import CopyThread
 from mooncake_mesh.engine.kv_storage import ArenaPages, Span, torch_dtype
 from mooncake_mesh.engine.layer_loading import ChunkContexts
 from mooncake_mesh.engine.model import LoadedModel, load_model
 from mooncake_mesh.engine.model_files import fingerprint, resolve_model, weight_files
+from mooncake_mesh.engine.native.loading import host_kernels
 from mooncake_mesh.engine.preloading import Preloads
 from mooncake_mesh.engine.sampling import draw
+from mooncake_mesh.engine.staging import Staging
+from mooncake_mesh.engine.streams import streams_of
 from mooncake_mesh.errors import InvariantViolated, ModelError
 from mooncake_mesh.kv.layers import StagePart
 from mooncake_mesh.kv.layout import KvDtype
 from mooncake_proto.ids import BlockKey
 
+if TYPE_CHECKING:
+    from mooncake_mesh.engine.cuda.steps import StepGraphs
+
 DEFAULT_CONTEXT_BYTES: Final = 1 << 30
 DEFAULT_LAYERWISE: Final = LayerwiseConfig()
 
 log = structlog.get_logger()
+
+_T = TypeVar("_T")
 
 
 class TransformersEngine:
@@ -67,16 +82,17 @@ class TransformersEngine:
             layers=loaded.layers,
             hidden_bytes=loaded.model.config.hidden_size * loaded.layout.dtype.item_bytes,
         )
-        self._arena = ArenaPages(loaded.layout, loaded.kernels)
+        streams, is_cpu = streams_of(self._device), self._device.type == "cpu"
+        self._arena = ArenaPages(loaded.layout, loaded.kernels or host_kernels(loaded.layout), Staging(streams))
         self._contexts = ContextCache(self._arena, self._device, context_bytes, loaded.layers)
-        is_cpu = self._device.type == "cpu"
-        copies = CopyThread(layerwise.overlap, layerwise.least_bytes if is_cpu else 0)
+        copies = CopyThread(layerwise.overlap, layerwise.least_bytes if is_cpu else 0, streams)
         self._preloads = Preloads(self._arena, self._contexts, loaded.layers, copies)
         self._chunks = ChunkContexts(
             self._arena, self._contexts, loaded.layers, self._device, copies, layer_budget=layerwise.budget
         )
         keeps_last = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if keeps_last else {}
+        self._graphs = _step_graphs(loaded, self._dtype, self._last_only)
         head = loaded.model.get_output_embeddings()
         if head is not None:
             head.register_forward_pre_hook(_packed)
@@ -187,13 +203,33 @@ class TransformersEngine:
             Span(sequence=slot.sequence, blocks=slot.blocks, start=slot.position, end=slot.position + 1)
             for slot in batch
         ]
+        with torch.inference_mode():
+            contexts = self._contexts.open(spans)
+            kept = kept_contexts(contexts)
+            if self._graphs is not None and kept is not None:
+                logits = self._graph_step(self._graphs, batch, spans, kept)
+            else:
+                logits = self._step(batch, spans, contexts)
+            return draw(logits, [slot.sample for slot in batch])
+
+    def _step(self, batch: Sequence[DecodeSlot], spans: Sequence[Span], contexts: Sequence[Context]) -> torch.Tensor:
+        """(batch, vocabulary)"""
         tokens = torch.tensor([[slot.token] for slot in batch])
         positions = torch.tensor([[slot.position] for slot in batch])
-        with torch.inference_mode():
-            attention = decode_pass(self._arena, spans, self._contexts.open(spans), self._kernels)
-            output = self._forward(self._model, attention, spans, positions, {"input_ids": tokens}, **self._last_only)
-            attention.store()
-            return draw(output.logits[:, -1], [slot.sample for slot in batch])
+        attention = decode_pass(self._arena, spans, contexts, self._kernels)
+        output = self._forward(self._model, attention, spans, positions, {"input_ids": tokens}, **self._last_only)
+        attention.store()
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _graph_step(
+        self, graphs: "StepGraphs", batch: Sequence[DecodeSlot], spans: Sequence[Span], kept: Sequence[KeptContext]
+    ) -> torch.Tensor:
+        """As :meth:`_step`."""
+        tokens, positions = [slot.token for slot in batch], [slot.position for slot in batch]
+        logits, newest = self._done(spans, lambda: graphs.run(tokens, positions, [context.kv for context in kept]))
+        self._arena.write_tokens(*token_places(self._arena, spans), newest)
+        return logits
 
     def _forward(
         self,
@@ -204,17 +240,21 @@ class TransformersEngine:
         inputs: dict[str, torch.Tensor],
         **options: int,
     ) -> Any:
-        """Run *module*; the spans' contexts grow when it comes to its end, and are dropped when it does not."""
+        """Run *module* over *inputs*."""
         if self._cores is not None:
             attention = SharingPass(attention, self._cores)
-        try:
+        on_device = {name: tensor.to(self._device) for name, tensor in inputs.items()}
+
+        def run() -> Any:
             with attention_pass(attention):
-                output = module(
-                    **{name: tensor.to(self._device) for name, tensor in inputs.items()},
-                    position_ids=positions.to(self._device),
-                    use_cache=False,
-                    **options,
-                )
+                return module(**on_device, position_ids=positions.to(self._device), use_cache=False, **options)
+
+        return self._done(spans, run)
+
+    def _done(self, spans: Sequence[Span], run: Callable[[], _T]) -> _T:
+        """What *run* returns; the spans' contexts grow when it comes to its end, and are dropped when it does not."""
+        try:
+            output = run()
         except BaseException:
             self._contexts.abandon(spans)
             raise
@@ -223,6 +263,18 @@ class TransformersEngine:
                 self._cores.end()
         self._contexts.commit(spans)
         return output
+
+
+def _step_graphs(loaded: LoadedModel, dtype: torch.dtype, options: dict[str, int]) -> "StepGraphs | None":
+    """Those of a whole model on a CUDA device; None elsewhere, and without Triton."""
+    if loaded.device.type != "cuda" or loaded.layers.count < loaded.layers.total:
+        return None
+    try:
+        from mooncake_mesh.engine.cuda.steps import StepGraphs, recorded
+    except ImportError as error:
+        log.warning("step_graphs_unavailable", reason=str(error), instead="kernel by kernel")
+        return None
+    return StepGraphs(loaded.model, loaded.layout, dtype, options, recorded)
 
 
 def _packed(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from mooncake_mesh.engine.native.kernels import Kernels
 from mooncake_mesh.engine.native.library import SOURCES, Library
 from mooncake_mesh.engine.native.places import TokenPlaces
 from mooncake_mesh.engine.native.products import PackedWeights, multiplied
-from mooncake_mesh.kv.layout import KvLayout
+from mooncake_mesh.kv.layout import KvDtype, KvLayout
 
 _HEAD_DIMS: Final = (64, 128, 192, 256)
 _LANES: Final = 16
@@ -36,6 +36,11 @@ def kernels_for(model: Any, layout: KvLayout) -> Kernels | None:
     if model.device.type != "cpu" or model.dtype is not torch.bfloat16 or not shapes_fit:
         return None
     return _loaded()
+
+
+def host_kernels(layout: KvLayout) -> Kernels | None:
+    """Kernels for copies of pages of *layout* in host memory, wherever the model is; None where there are none."""
+    return _loaded() if layout.dtype is KvDtype.BFLOAT16 and layout.head_dim in _HEAD_DIMS else None
 
 
 @cache
