@@ -93,7 +93,13 @@ def make_engine(
     probe_attention(paged, layout)
     layers = LayerRange.whole(layout.layers)
     loaded = LoadedModel(
-        model=paged, layout=layout, vocab_size=128, max_context_tokens=512, layers=layers, device=torch.device("cpu")
+        model=paged,
+        forward=paged,
+        layout=layout,
+        vocab_size=128,
+        max_context_tokens=512,
+        layers=layers,
+        device=torch.device("cpu"),
     )
     return TransformersEngine(
         loaded, name="tiny", fingerprint="f", folder=Path(), context_bytes=context_bytes, layerwise=layerwise

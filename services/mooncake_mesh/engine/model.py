@@ -20,6 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 
 from mooncake_mesh.engine.attention import IMPLEMENTATION, attention_pass
 from mooncake_mesh.engine.attention_kernels import LayerCall, chunk_attention
+from mooncake_mesh.engine.direct_forward import DirectModel, can_be_direct
 from mooncake_mesh.engine.fused_layer import FusedLayer, TorchRows, can_fuse
 from mooncake_mesh.engine.kv_storage import torch_dtype
 from mooncake_mesh.engine.native.kernels import Kernels
@@ -27,7 +28,7 @@ from mooncake_mesh.engine.native.layers import NativeLayer, NativeLayers, fits
 from mooncake_mesh.engine.native.loading import kernels_for
 from mooncake_mesh.engine.native.products import NativeLinear
 from mooncake_mesh.engine.packing import can_pack, pack
-from mooncake_mesh.engine.stage_model import first_and_last_hidden, stage_class, stage_config
+from mooncake_mesh.engine.stage_model import first_and_last_hidden, stage_class, stage_config, stage_output
 from mooncake_mesh.errors import ConfigError, ModelError, UnsupportedModel
 from mooncake_mesh.kv.layers import LayerRange, StagePart
 from mooncake_mesh.kv.layout import KvDtype, KvLayout, layout_from_config
@@ -64,9 +65,11 @@ _PROBE_TOLERANCE: Final = {KvDtype.FLOAT32: 1e-3, KvDtype.BFLOAT16: 0.1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """``layout`` is that of the whole model, of which ``layers`` are loaded. ``kernels`` compute its attention."""
+    """``layout`` is that of the whole model, of which ``layers`` are loaded. ``kernels`` compute its attention.
+    ``forward`` is called as the model is, and gives the same."""
 
     model: PreTrainedModel
+    forward: Any
     layout: KvLayout
     vocab_size: int
     max_context_tokens: int
@@ -99,6 +102,7 @@ def load_model(
         _speed_up(model, layout, layers, kernels)
     return LoadedModel(
         model=model,
+        forward=_forward(model, layout, layers),
         layout=layout,
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_position_embeddings,
@@ -123,6 +127,17 @@ def _speed_up(model: Any, layout: KvLayout, layers: LayerRange, kernels: Kernels
         pack(model, partial(NativeLinear, kernels.library))
     else:
         pack(model)
+
+
+def _forward(model: Any, layout: KvLayout, layers: LayerRange) -> Any:
+    """That of *model*, or a shorter one with the same results."""
+    if not can_be_direct(model):
+        return model
+    with torch.inference_mode(), attention_pass(_Probe(type(model).__name__, layout)):
+        like = torch.empty(0, dtype=torch_dtype(layout.dtype))
+        direct = DirectModel(model, like.dtype)
+        ours, theirs = (stage_output(forward, model.config, layers, _PROBE_TOKENS, like) for forward in (direct, model))
+    return direct if torch.equal(ours, theirs) else model
 
 
 def _faster(layer: Any, kernels: Kernels | None) -> torch.nn.Module:

@@ -66,7 +66,8 @@ class TransformersEngine:
         layerwise: LayerwiseConfig = DEFAULT_LAYERWISE,
         cores: Cores | None = None,
     ) -> None:
-        self._model: Any = loaded.model
+        self._model: Any = loaded.forward
+        self._hidden_size: int = loaded.model.config.hidden_size
         self._folder = folder
         self._kernels = loaded.kernels
         self._device = loaded.device  # a stage's packed model has no parameter to tell it
@@ -194,7 +195,7 @@ class TransformersEngine:
         """(tokens, hidden_size), a view of *buffer*."""
         if buffer is None:
             raise InvariantViolated("a stage was given no place for activations")
-        return torch.frombuffer(buffer, dtype=self._dtype).view(-1, self._model.config.hidden_size)
+        return torch.frombuffer(buffer, dtype=self._dtype).view(-1, self._hidden_size)
 
     def decode(self, batch: Sequence[DecodeSlot]) -> list[Drawn]:
         if not batch:

@@ -88,23 +88,37 @@ def first_and_last_hidden(model: PreTrainedModel, layers: LayerRange, n_tokens: 
         modules[layers.first].register_forward_pre_hook(enter),
         modules[layers.end - 1].register_forward_hook(leave),
     ]
-    generator = torch.Generator().manual_seed(_SEED)
-    hidden = torch.randn((1, n_tokens, model.config.hidden_size), generator=generator)
-    hidden = hidden.to(device=model.device, dtype=model.dtype)
-    tokens = torch.arange(n_tokens, device=model.device)[None] % model.config.vocab_size
-    given = {"input_ids": tokens} if layers.has_embedding else {"inputs_embeds": hidden}
     try:
-        if layers.has_head:
-            output, is_passed_on = model(**given, use_cache=False).logits, True
-        else:
-            output = base(**given, use_cache=False).last_hidden_state
-            is_passed_on = torch.equal(seen["out"], output) and output.shape == hidden.shape
-        if not layers.has_embedding:
-            is_passed_on &= torch.equal(seen["in"], hidden)
+        like = torch.empty(0, dtype=model.dtype, device=model.device)
+        output = stage_output(model, model.config, layers, n_tokens, like)
     finally:
         for hook in hooks:
             hook.remove()
+    hidden, is_passed_on = _hidden(model.config, n_tokens, like), True
+    if not layers.has_head:
+        is_passed_on = torch.equal(seen["out"], output) and output.shape == hidden.shape
+    if not layers.has_embedding:
+        is_passed_on &= torch.equal(seen["in"], hidden)
     return StageForward(output=output, is_passed_on=is_passed_on)
+
+
+def stage_output(forward: Any, config: Any, layers: LayerRange, n_tokens: int, like: torch.Tensor) -> torch.Tensor:
+    """That of a short forward of a stage, the same each time: (1, n_tokens, hidden_size), or logits. *forward* is
+    called as its model is, with activations of the type and on the device of *like*."""
+    positions = torch.arange(n_tokens, device=like.device)[None]
+    tokens, hidden = positions % config.vocab_size, _hidden(config, n_tokens, like)
+    given = {"input_ids": tokens} if layers.has_embedding else {"inputs_embeds": hidden}
+    output: torch.Tensor
+    if layers.has_head:
+        output = forward(**given, position_ids=positions, use_cache=False).logits
+    else:
+        output = forward.base_model(**given, position_ids=positions, use_cache=False).last_hidden_state
+    return output
+
+
+def _hidden(config: Any, n_tokens: int, like: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(_SEED)
+    return torch.randn((1, n_tokens, config.hidden_size), generator=generator).to(like)
 
 
 def _cut(model: PreTrainedModel, plan: _Plan, layers: LayerRange) -> None:
