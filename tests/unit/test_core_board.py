@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -128,10 +129,34 @@ def test_everybody_gets_as_much(path: Path, computing: int, threads: int) -> Non
     board.close()
 
 
-def test_cores_are_contended_while_others_compute(path: Path) -> None:
-    clock = Clock()
-    one, other = (CoreBoard(path, 2, n_cores=2, now_ns=clock.now_ns) for _ in range(2))
-    other._slot = one._slot + 1  # locks are a process's
+class Sharing:
+    """Two places on the board of two cores; each pause of the first one takes a millisecond, and then *pause* is
+    called."""
+
+    def __init__(self, path: Path) -> None:
+        self.clock = Clock()
+        self.pauses = 0
+        self.pause: Callable[[], object] = lambda: None
+        self.one = CoreBoard(path, 2, n_cores=2, now_ns=self.clock.now_ns, sleep=self._sleep)
+        self.other = CoreBoard(path, 2, n_cores=2, now_ns=self.clock.now_ns, sleep=self._sleep)
+        self.other._slot = self.one._slot + 1  # locks are a process's
+
+    def _sleep(self, _: float) -> None:
+        self.pauses += 1
+        self.clock.s += 0.001
+        self.pause()
+
+
+@pytest.fixture
+def sharing(path: Path) -> Iterator[Sharing]:
+    made = Sharing(path)
+    yield made
+    made.one.close()
+    made.other.close()
+
+
+def test_cores_are_contended_while_others_compute(sharing: Sharing) -> None:
+    one, other = sharing.one, sharing.other
     assert not one.is_contended
     one.begin()
     assert (one.is_contended, other.is_contended) == (False, True)
@@ -144,8 +169,44 @@ def test_cores_are_contended_while_others_compute(path: Path) -> None:
     assert other.threads == 2
     one.begin()
     assert other.threads == 1
-    one.close()
-    other.close()
+
+
+def test_who_begins_waits_until_the_other_has_looked_again(sharing: Sharing) -> None:
+    assert sharing.other.begin() == 2
+    sharing.pause = lambda: sharing.pauses == 3 and sharing.other.begin()
+    assert sharing.one.begin() == 1
+    assert sharing.pauses == 3, "the other has one thread since then"
+    assert (sharing.one.begin(), sharing.other.begin()) == (1, 1)
+    assert sharing.pauses == 3, "in a forward nobody waits"
+
+
+@pytest.mark.parametrize("how", ["end", "rest"])
+def test_who_has_done_is_not_waited_for(how: str, sharing: Sharing) -> None:
+    sharing.other.begin()
+    getattr(sharing.other, how)()
+    assert sharing.one.begin() == (1 if how == "end" else 2)
+    assert sharing.pauses == 0
+
+
+def test_one_that_was_stopped_is_waited_for_a_moment_only(sharing: Sharing) -> None:
+    sharing.other.begin()
+    assert sharing.one.begin() == 1
+    assert sharing.pauses == 20
+    sharing.one.end()
+    sharing.clock.s += 5.1  # what it wrote expires
+    assert sharing.one.begin() == 2
+    assert sharing.pauses == 20
+
+
+def test_nobody_waits_for_those_with_their_share(path: Path) -> None:
+    """More instances than cores have one thread each."""
+    clock, pauses = Clock(), list[float]()
+    board = CoreBoard(path, 2, n_cores=2, now_ns=clock.now_ns, sleep=pauses.append)
+    for slot in range(1, 5):
+        board._marks[slot], board._threads[slot] = clock.now_ns() + 1, 1
+    assert board.begin() == 1
+    assert pauses == []
+    board.close()
 
 
 def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:

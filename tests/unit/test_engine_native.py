@@ -249,13 +249,12 @@ def test_a_models_results_do_not_depend_on_the_number_of_threads(tmp_path: Path)
 class Lent:
     """Cores of which one is to be had; ``told`` is what the engine says of itself."""
 
-    threads = 1
-
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def begin(self) -> None:
+    def begin(self) -> int:
         self.told.append("begin")
+        return 1
 
     def end(self) -> None:
         self.told.append("end")

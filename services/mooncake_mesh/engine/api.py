@@ -145,12 +145,9 @@ class Drawn:
 class Cores(Protocol):
     """The cores of a machine that several instances compute on."""
 
-    @property
-    def threads(self) -> int:
-        """How many threads this instance may compute with now."""
-
-    def begin(self) -> None:
-        """It computes from now on. To be called again now and then."""
+    def begin(self) -> int:
+        """This instance computes from now on, with so many threads. To be called again now and then; the first time it
+        waits for those who have more than their share, for a moment at most."""
 
     def end(self) -> None:
         """It has done what it had to."""

@@ -103,8 +103,7 @@ class SharingPass:
         return self._inner.places(layer, end)
 
     def _share(self) -> None:
-        self._cores.begin()
-        torch.set_num_threads(self._cores.threads)
+        torch.set_num_threads(self._cores.begin())
 
 
 class PrefillPass:
