@@ -21,7 +21,7 @@ from mooncake_mesh.config import (
     PrefillConfig,
 )
 from mooncake_mesh.config_checks import exposed
-from mooncake_mesh.engine import heap
+from mooncake_mesh.engine import heap, openmp
 from mooncake_mesh.errors import ConfigError, ModelError, MooncakeError
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def _run(role: str, config: ServiceConfig, load_service: Callable[[], Service]) 
         _warn(config)
         if isinstance(config, WorkerConfig) and config.engine is EngineKind.TRANSFORMERS:
             heap.keep_freed_memory()
+            if isinstance(config, PrefillConfig) and not config.switchable:
+                openmp.sleep_soon()
         service = load_service()
         gc.freeze()  # modules live as long as the process: no collection, and not its end, has to look through them
         return runtime.main(service, keys)
