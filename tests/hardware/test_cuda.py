@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.hardware, pytest.mark.timeout(300)]
 
 TINY: dict[str, Any] = {
     "vocab_size": 256,
-    "hidden_size": 128,
+    "hidden_size": 192,
     "intermediate_size": 96,
     "num_hidden_layers": 5,
     "num_attention_heads": 6,
