@@ -20,6 +20,27 @@ _LEAST_OF_DOT: Final = 16
 _LOG2_E: Final = 1.4426950408889634
 
 
+@triton.jit
+def _keys_of(q, addresses, capacities, sequence, head, layer, kv_heads, head_dim):  # type: ignore[no-untyped-def]
+    """Those of one head in a context of elements like q's, and how far behind them its values are."""
+    capacity = tl.load(capacities + sequence)
+    side = kv_heads * capacity * head_dim
+    context = tl.load(addresses + sequence).to(tl.pointer_type(q.dtype.element_ty))
+    return context + layer * 2 * side + head * capacity * head_dim, side
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _queries_of(  # type: ignore[no-untyped-def]
+    q, sequence, head, kv_heads, groups, head_dim, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Those of one kv head (GROUPS, HEAD_DIM); where they are, in q as in what comes out; and which are no padding."""
+    group, column = tl.arange(0, GROUPS), tl.arange(0, HEAD_DIM)
+    rows = (sequence * kv_heads * groups + head * groups + group) * head_dim
+    cells = rows[:, None] + column[None, :]
+    is_cell = (group < groups)[:, None] & (column < head_dim)[None, :]
+    return tl.load(q + cells, mask=is_cell, other=0.0).to(tl.float32), cells, is_cell
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_past(  # type: ignore[no-untyped-def]
     q,
@@ -43,16 +64,10 @@ def _attend_past(  # type: ignore[no-untyped-def]
 ):
     """The positions before the new one, every SPLITS-th tile of them; relative to the greatest score of these."""
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    element = q.dtype.element_ty
-    position, capacity = tl.load(positions + sequence), tl.load(capacities + sequence)
-    side = kv_heads * capacity * head_dim
-    keys = tl.load(addresses + sequence).to(tl.pointer_type(element)) + layer * 2 * side + head * capacity * head_dim
-    values = keys + side
+    position = tl.load(positions + sequence)
+    keys, side = _keys_of(q, addresses, capacities, sequence, head, layer, kv_heads, head_dim)
+    query, _, _ = _queries_of(q, sequence, head, kv_heads, groups, head_dim, GROUPS, HEAD_DIM)
     group, column = tl.arange(0, GROUPS), tl.arange(0, HEAD_DIM)
-    is_group, is_column = group < groups, column < head_dim
-    rows = (sequence * kv_heads * groups + head * groups + group) * head_dim
-    is_row = is_group[:, None] & is_column[None, :]
-    query = tl.load(q + rows[:, None] + column[None, :], mask=is_row, other=0.0).to(tl.float32)
     greatest = tl.full((GROUPS,), float("-inf"), tl.float32)
     sums = tl.zeros((GROUPS,), tl.float32)
     mixture = tl.zeros((GROUPS, HEAD_DIM), tl.float32)
@@ -61,14 +76,14 @@ def _attend_past(  # type: ignore[no-untyped-def]
         places = at + tl.arange(0, TILE)
         is_place = places < position
         cells = places[:, None] * head_dim + column[None, :]
-        is_cell = is_place[:, None] & is_column[None, :]
+        is_cell = is_place[:, None] & (column < head_dim)[None, :]
         key = tl.load(keys + cells, mask=is_cell, other=0.0).to(tl.float32)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scaling
         scores = tl.where(is_place[None, :], scores, float("-inf"))
         next_greatest = tl.maximum(greatest, tl.max(scores, axis=1))
         shrink = tl.exp2(greatest - next_greatest)
         weights = tl.exp2(scores - next_greatest[:, None])
-        value = tl.load(values + cells, mask=is_cell, other=0.0).to(tl.float32)
+        value = tl.load(keys + side + cells, mask=is_cell, other=0.0).to(tl.float32)
         mixture = mixture * shrink[:, None] + tl.dot(weights, value, input_precision=PRECISION)
         sums = sums * shrink + tl.sum(weights, axis=1)
         greatest = next_greatest
@@ -100,22 +115,18 @@ def _join(  # type: ignore[no-untyped-def]
 ):
     """The parts of all positions before, and the new one, whose K and V go to their place."""
     sequence, head = tl.program_id(0), tl.program_id(1)
-    element = q.dtype.element_ty
-    position, capacity = tl.load(positions + sequence), tl.load(capacities + sequence)
-    side = kv_heads * capacity * head_dim
+    position = tl.load(positions + sequence)
     group, column = tl.arange(0, GROUPS), tl.arange(0, HEAD_DIM)
-    is_group, is_column = group < groups, column < head_dim
+    is_column = column < head_dim
     own = ((sequence * 2) * kv_heads + head) * head_dim + column
     key = tl.load(new + own, mask=is_column, other=0.0)
     value = tl.load(new + own + kv_heads * head_dim, mask=is_column, other=0.0)
-    place = tl.load(addresses + sequence).to(tl.pointer_type(element)) + layer * 2 * side
-    place += (head * capacity + position) * head_dim
-    tl.store(place + column, key, mask=is_column)
-    tl.store(place + side + column, value, mask=is_column)
-    rows = (sequence * kv_heads * groups + head * groups + group) * head_dim
-    is_row = is_group[:, None] & is_column[None, :]
-    query = tl.load(q + rows[:, None] + column[None, :], mask=is_row, other=0.0).to(tl.float32) * scaling
-    score = tl.sum(query * key.to(tl.float32)[None, :], axis=1)
+    keys, side = _keys_of(q, addresses, capacities, sequence, head, layer, kv_heads, head_dim)
+    place = keys + position * head_dim + column
+    tl.store(place, key, mask=is_column)
+    tl.store(place + side, value, mask=is_column)
+    query, cells, is_cell = _queries_of(q, sequence, head, kv_heads, groups, head_dim, GROUPS, HEAD_DIM)
+    score = tl.sum(query * key.to(tl.float32)[None, :], axis=1) * scaling
     first = (sequence * kv_heads + head) * SPLITS * GROUPS
     every = first + tl.arange(0, SPLITS)[:, None] * GROUPS + group[None, :]
     top = tl.maximum(tl.max(tl.load(most + every), axis=0), score)
@@ -126,7 +137,7 @@ def _join(  # type: ignore[no-untyped-def]
         shrink = tl.exp2(tl.load(most + part) - top)
         sums += tl.load(total + part) * shrink
         mixture += tl.load(mixed + part[:, None] * HEAD_DIM + column[None, :]) * shrink[:, None]
-    tl.store(out + rows[:, None] + column[None, :], (mixture / sums[:, None]).to(element), mask=is_row)
+    tl.store(out + cells, (mixture / sums[:, None]).to(q.dtype.element_ty), mask=is_cell)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
