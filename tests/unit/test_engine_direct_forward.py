@@ -23,18 +23,8 @@ from mooncake_mesh.engine.model import load_model  # noqa: E402
 from mooncake_mesh.engine.native.loading import load  # noqa: E402
 from mooncake_mesh.kv.layers import StagePart  # noqa: E402
 from mooncake_mesh.kv.layout import KvDtype  # noqa: E402
+from tests.unit.test_engine_native import TINY  # noqa: E402
 
-TINY: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.1,
-}
 SCALED = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 DIRECT = {
     "llama": LlamaConfig(**TINY),

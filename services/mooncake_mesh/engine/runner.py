@@ -206,8 +206,7 @@ class TransformersEngine:
         ]
         with torch.inference_mode():
             contexts = self._contexts.open(spans)
-            kept = kept_contexts(contexts)
-            if self._graphs is not None and kept is not None:
+            if self._graphs is not None and (kept := kept_contexts(contexts)) is not None:
                 logits = self._graph_step(self._graphs, batch, spans, kept)
             else:
                 logits = self._step(batch, spans, contexts)
